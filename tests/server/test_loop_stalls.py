@@ -13,6 +13,7 @@ import pytest
 
 from patience import until
 from splittime.core.errors import ErrorInfo
+from splittime.server.group import Group
 from splittime.server.visit import Visit
 from splittime.text.process import FLOOR_CHARS, INLINE_NS, InlineTokenizing
 from splittime.web import reading
@@ -163,3 +164,45 @@ def test_a_visit_that_is_cancelled_between_its_books_closes_them_all() -> None:
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(Visit._close(visit, range(5), 7))
     assert set(closed) == {(choice, 7) for choice in range(5)}
+
+
+class Told:
+    """An engine's client that is told what to do, and says nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def submit(self, request) -> None:
+        self.told.append(f"submit {request.request_id}")
+
+    def abort(self, request_id: str) -> None:
+        self.told.append(f"abort {request_id}")
+
+    async def stream(self, request_id: str):
+        for item in ():
+            yield item
+
+
+@pytest.mark.parametrize("most", [3, 2])
+def test_choices_are_submitted_in_turns_that_have_room_and_all_or_none(most: int) -> None:
+    """All 2,048 inputs that a body may have took 72 ms of the loop. most: then there is no more room for ever."""
+    client, place = Told(), SimpleNamespace(give_up=lambda: client.told.append("give up"))
+    choices = [SimpleNamespace(request=SimpleNamespace(request_id=name), is_done=True, error=None) for name in "abc"]
+    writer = SimpleNamespace(abandon=lambda: client.told.append("abandon"))
+
+    async def room() -> None:
+        client.told.append("room")
+        if client.told.count("room") > most:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        starting = asyncio.ensure_future(Group("g", client, choices, place, writer, lambda: None).start(room))
+        while client.told.count("room") <= most and not starting.done():
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+
+    asyncio.run(main())
+    submitted = [word for name in "abc"[:most] for word in ("room", f"submit {name}")]
+    taken_back = ["room", "abandon", "abort a", "abort b", "give up"] if most < 3 else []
+    assert client.told == submitted + taken_back

