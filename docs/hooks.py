@@ -1,7 +1,8 @@
 """What MkDocs asks while it builds the site.
 
 It brings the repository's own pages (`PAGES`) into the site and turns the links to them: a page links to
-`../../BENCHMARKS.md`, and in the site that page is `benchmarks.md`. It lists the decisions in `docs/adr`.
+`../../BENCHMARKS.md`, and in the site that page is `benchmarks.md`. It lists the decisions in `docs/adr`. A search
+finds what explains a word (`FOUND_FIRST`) before what only has it (`FOUND_LAST`).
 """
 
 import posixpath
@@ -15,6 +16,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "BENCHMARKS.md", "CHANGELOG.md", "CONTRIBUTING.md")
 DECISIONS = sorted(path for path in (ROOT / "docs" / "adr").glob("*.md") if path.name != "index.md")
 WIDE = ("api", "fields", "findings", "metrics", "settings", "stages")  # pages that are one table: no list of contents
+FOUND_FIRST = {"concepts": 4.0, "guides": 4.0, "runbooks": 2.0, "index.md": 4.0, "start.md": 4.0}
+FOUND_LAST = {"reference": 0.4}  # by folder or page: what a match counts in a search; `REST` else
+REST = 0.05
 LINK = re.compile(rf"\]\((?:\.\./)*({'|'.join(PAGES)})")
 
 
@@ -35,12 +39,14 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Points links at the repository's pages to where they are in the site. Gives wide tables the whole width."""
+    """Points links at the repository's pages to where they are in the site. Gives wide tables the whole width, and each
+    page its weight in a search."""
     if page.file.src_uri in {f"reference/{name}.md" for name in WIDE}:
         page.meta["hide"] = ["toc"]
     if page.file.src_uri == "adr/index.md":
         markdown += "\n" + "".join(f"* [{_title(path)}]({path.name})\n" for path in DECISIONS)
     folder = posixpath.dirname(page.file.src_uri)
+    page.meta["search"] = {"boost": (FOUND_FIRST | FOUND_LAST).get(folder or page.file.src_uri, REST)}
     return LINK.sub(lambda found: f"]({posixpath.relpath(found[1].lower(), folder or '.')}", markdown)
 
 
