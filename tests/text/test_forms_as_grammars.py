@@ -146,3 +146,14 @@ def test_named_properties_and_lists_without_a_value_twice_are_listed_one_by_one(
     assert allows({**unique, "items": {"enum": ["a", "b"], "type": "string"}}, '["b"]')
     for odd in ({"minItems": "x"}, {"items": {"enum": [[]] * 9}}, {"propertyNames": {"enum": [1, []]}}):
         grammars.of_json_schema({**unique, **odd}, "here")
+
+
+def test_lists_of_few_values_are_listed_as_long_as_they_are_few() -> None:
+    """1,700 of them in 128 KB became 8 MB in 1.3 s, and 16 KB took 0.2 s of the event loop."""
+    few = {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, 3, 4, 5]}}
+    schema = json.loads(grammars.of_json_schema({"anyOf": [few] * 1_000}, "here"))["grammars"][0]["json_schema"]
+    listed = [each for each in schema["anyOf"] if "enum" in each]
+    assert len(listed) == grammars.MAX_PERMUTED_ENTRIES // 1_305 == 6
+    assert schema["anyOf"][:6] == listed
+    assert {len(each["enum"]) for each in listed} == {1 + 5 + 20 + 60 + 120 + 120}
+    assert schema["anyOf"][6:] == [few] * 994

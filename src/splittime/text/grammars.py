@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import permutations
+from math import perm
 from typing import Any
 
 from splittime.core.errors import RequestError
@@ -67,6 +68,7 @@ MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 4096
 MAX_PERMUTED = 5  # values of a list
 MAX_PERMUTED_CHARS = 1024  # of their JSON
+MAX_PERMUTED_ENTRIES = 2**13  # of all lists of a schema: 75 bytes of it may become 1,305
 _KINDS = {"string": (str,), "integer": (int,), "number": (int, float)}
 _OF_LISTS = {"type", "items", "uniqueItems", "minItems", "maxItems", "title", "description", "default"}
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by names of others'
@@ -94,21 +96,22 @@ def _with_own_rules(schema: Mapping[str, Any] | bool) -> Any:
     own: Any = {"x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": escapes}}
     if not isinstance(schema, Mapping):
         return {**own} if schema else {"not": {}}
-    return {**_without_annotations(schema), **own}
+    return {**_without_annotations(schema, [MAX_PERMUTED_ENTRIES]), **own}
 
 
-def _without_annotations(schema: Any) -> Any:
+def _without_annotations(schema: Any, room: list[int]) -> Any:
     """Returns the schema without what is no rule here: formats that nobody checks are annotations (JSON Schema 2020-12,
-    validation, 7.2.1), as libraries write many; that names are texts says nothing."""
+    validation, 7.2.1), as libraries write many; that names are texts says nothing. room: for entries that are listed,
+    of which it takes its own."""
     if isinstance(schema, list):
-        return [_without_annotations(each) for each in schema]
+        return [_without_annotations(each, room) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     found: dict[str, Any] = {}
     more: list[str] = []
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
-            found[key] = {name: _without_annotations(each) for name, each in value.items()}
+            found[key] = {name: _without_annotations(each, room) for name, each in value.items()}
         elif key in VALUES:
             found[key] = value
         elif key == "pattern" and isinstance(value, str):
@@ -116,12 +119,12 @@ def _without_annotations(schema: Any) -> Any:
         elif not (key == "propertyNames" and value in (True, {}, {"type": "string"})) and not (
             key == "format" and isinstance(value, str) and value not in FORMATS
         ):
-            found[key] = _without_annotations(value)
+            found[key] = _without_annotations(value, room)
     found |= {"allOf": [*found.get("allOf", ()), *({"pattern": each} for each in more)]} if more else {}
-    return _with_few_listed(found)
+    return _with_few_listed(found, room)
 
 
-def _with_few_listed(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_few_listed(schema: dict[str, Any], room: list[int]) -> dict[str, Any]:
     """Returns the schema with its names of properties, or its lists without a value twice, one by one: where they are
     named, and few enough."""
     named, items = (one if isinstance(one, dict) else {} for one in map(schema.get, ("propertyNames", "items")))
@@ -139,7 +142,9 @@ def _with_few_listed(schema: dict[str, Any]) -> dict[str, Any]:
     if is_listed and is_typed and (kinds is None or all(type(value) in kinds for value in values or ())):
         distinct = {json.dumps(value): value for value in values or ()}
         sizes = range(max(0, bounds[0]), 1 + min(len(distinct), bounds[1]))
-        if sizes and sum(map(len, distinct)) <= MAX_PERMUTED_CHARS:
+        count = sum(size * perm(len(distinct), size) for size in sizes)
+        if sizes and sum(map(len, distinct)) <= MAX_PERMUTED_CHARS and count <= room[0]:
+            room[0] -= count
             return {"enum": [list(one) for size in sizes for one in permutations(distinct.values(), size)]}
     return schema
 
@@ -163,9 +168,8 @@ def _intersected(pattern: str) -> list[str]:
 def named_beside(grammar: str, other: str, name: str) -> str:
     """Returns the grammar with another one beside it, which it refers to by this name."""
     first, *more = json.loads(other)["grammars"]
-    return json.dumps(
-        {"grammars": [*json.loads(grammar)["grammars"], {**first, "name": name}, *more]}, ensure_ascii=False
-    )
+    beside = [*json.loads(grammar)["grammars"], {**first, "name": name}, *more]
+    return json.dumps({"grammars": beside}, ensure_ascii=False)
 
 
 def of_json_object() -> str:
@@ -186,9 +190,8 @@ def of_choice(choices: Sequence[str], param: str) -> str:
     _require_at_most(len(choices), MAX_CHOICES, "choices", param)
     _require_at_most(sum(map(len, choices)), MAX_SCHEMA_CHARS, "characters", param)
     texts = " | ".join(json.dumps(choice) for choice in choices)
-    return _of_lark(
-        f"start: CHOICE\nCHOICE: {texts}"
-    )  # one lexeme: thousands of rules would be too many for the parser
+    # one lexeme: thousands of rules would be too many for the parser
+    return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
 
 
 def of_lark(grammar: str, param: str) -> str:
