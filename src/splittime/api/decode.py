@@ -114,7 +114,8 @@ class JsonShape:
         begins, ends, owners = self._names()
         spelled = [self._text[begin:end] for begin, end in _pairs(begins, ends)] if self._has_escapes else []
         if any(b"\\" in name for name in spelled):
-            return _repeated(owners, list(map(_resolved, spelled)))
+            resolved = [msgspec.json.decode(b'"%b"' % name, type=str).encode() for name in spelled]
+            return _repeated(owners, resolved)
         alike = _alike(self._marks(begins, ends) ^ owners.astype(np.uint64) * OWNER_FACTOR)
         return _repeated(owners[alike], [self._text[begin:end] for begin, end in _pairs(begins[alike], ends[alike])])
 
@@ -167,11 +168,6 @@ def _owners(kinds: NDArray[np.uint8], is_name: NDArray[np.bool_]) -> Places:
     owners = np.empty(len(at), np.intp)
     owners[order] = np.cumsum(is_opening[at][order])
     return owners[is_name[at]]
-
-
-def _resolved(name: bytes) -> bytes:
-    """Returns the name with its escapes resolved."""
-    return msgspec.json.decode(b'"%b"' % name, type=str).encode() if b"\\" in name else name
 
 
 def exponents_at_most(text: bytes) -> int:

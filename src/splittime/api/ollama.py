@@ -2,6 +2,7 @@
 answers its own objects, whole or one a line. Times are those of the account."""
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
@@ -115,16 +116,19 @@ def _refuse(given: dict[str, Any], at: str) -> None:
 
 def _messages(given: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Returns a chat's messages. Where calls have no ids, each result is of the first open call of its tool."""
-    messages, calls = [], list[dict[str, Any]]()
+    messages, calls, named = [], dict[tuple[int, int], str](), defaultdict[str | None, deque[tuple[int, int]]](deque)
     for index, one in enumerate(given):
         _refuse({"images": one.images}, f"messages[{index}].")
         own = enumerate(map(msgspec.to_builtins, one.tool_calls or ()))
         made = [call | {"id": call["id"] or f"call_{index}_{at}"} for at, call in own]
-        calls += made
+        for at, call in enumerate(made):
+            calls[index, at] = call["id"]
+            named[call["function"]["name"]].append((index, at))
         call_id = one.tool_call_id
         if one.role == "tool" and call_id is None and calls:
-            named = (at for at, call in enumerate(calls) if call["function"]["name"] == one.tool_name)
-            call_id = calls.pop(next(named, 0))["id"]
+            while (same := named[one.tool_name]) and same[0] not in calls:
+                same.popleft()
+            call_id = calls.pop(same[0] if same else next(iter(calls)))
         message = {"role": one.role, "content": one.content, "reasoning_content": one.thinking, "tool_call_id": call_id}
         messages.append(message | ({"tool_calls": made} if made else {}))
     return messages

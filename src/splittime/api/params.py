@@ -329,10 +329,9 @@ def grammar_of(body: GenerationBody) -> str:
 def _grammars(body: GenerationBody) -> Any:
     """Yields each field that asks for a form, with its grammar."""
     asked = body.response_format
-    if isinstance(asked, JsonObjectFormat) and asked.schema is None:
-        yield "response_format", grammars.of_json_object()
-    elif isinstance(asked, JsonObjectFormat):
-        yield "response_format", grammars.of_json_schema(asked.schema or {}, "response_format.schema")
+    if isinstance(asked, JsonObjectFormat):
+        allowed = {"type": "object"} if asked.schema is None else asked.schema
+        yield "response_format", grammars.of_json_schema(allowed, "response_format.schema")
     elif isinstance(asked, JsonSchemaFormat):
         schema = True if asked.json_schema.schema is None else asked.json_schema.schema
         yield "response_format", grammars.of_json_schema(schema, "response_format.json_schema.schema")

@@ -186,9 +186,8 @@ class Visit:
 
     def _asked_by(self, read: Callable[[], Strict], model: ModelInfo) -> tuple[Ask, Prompts]:
         """Returns what is asked for. In a thread: it changes nothing of the server."""
-        include_timing = http.flag(self.scope, "X-Include-Timing")
-        ask_of, marks = ENDPOINTS[self.endpoint].ask_of, self.service.marks
-        ask = ask_of(read(), model, self.service.config, include_timing, marks)
+        include_timing, ask_of = http.flag(self.scope, "X-Include-Timing"), ENDPOINTS[self.endpoint].ask_of
+        ask = ask_of(read(), model, self.service.config, include_timing, self.service.marks)
         return ask, Prompts(ask, model, self.service, self.account, self._sharer)
 
     # ---- to the engine
