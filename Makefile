@@ -29,7 +29,7 @@ OLD_PYTHON = 'import sys; sys.exit(f"splittime needs Python 3.11 or later; {sys.
 $(STAMP): | $(BIN)/python
 	@$(BIN)/python -c $(OLD_PYTHON)
 	@echo "Installing into $(VENV): three to five minutes the first time. All that pip says: $(VENV)/setup.log"
-	@ST_BUILD_KERNELS=here $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
+	@ST_BUILD_KERNELS=tests $(BIN)/python install.py $(VENV)/setup.log --constraint constraints.txt --editable '.[dev,plots,docs]'
 	@rm -f $(OLD_STAMPS)
 	@touch $@
 

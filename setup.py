@@ -3,7 +3,8 @@
 Where there is a C++ compiler, what it refuses ends the install in its own words: an install that quietly lost its
 kernels would be many times slower. Without one the install goes on, and splittime computes with torch and says so.
 `ST_BUILD_KERNELS=require` ends it there too, `ST_BUILD_KERNELS=skip` builds none. `ST_BUILD_KERNELS=here` builds what
-this machine can run: for an install that stays here, as `make setup` makes.
+this machine can run: for an install that stays here, as `make serve` makes. `ST_BUILD_KERNELS=tests` builds that and
+the emulated set, which is only tested and takes the compiler minutes (`make setup`).
 
 Each isa_*.cpp is compiled for its own instruction set and in parts, as many at once as there are cores.
 
@@ -49,9 +50,11 @@ NEEDS = {
 """Of each, by their names in /proc/cpuinfo."""
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 PARTS = ("linear_int", "attention", "linear_float", "table")  # of each isa_*.cpp, those that take longest first
+EMULATED = "isa_amx_emulated"
 LIBRARY = "_kernels.so"
 
-ASKED = ("auto", "require", "skip", "here")
+ASKED = ("auto", "require", "skip", "here", "tests")
+BOUND = ("here", "tests")  # to the instruction sets of this machine
 SKIPPED = "splittime is installed without its CPU kernels and will compute with torch, which is slower"
 
 
@@ -83,8 +86,10 @@ class BuildKernels(build_ext):
         return str(Path(*fullname.split(".")).with_name(LIBRARY))
 
     def build_extension(self, ext: Extension) -> None:
-        is_here = os.environ.get("ST_BUILD_KERNELS") == "here"
-        chosen = [path for path in ext.sources if not is_here or runs_here(Path(path).stem)]
+        asked = os.environ.get("ST_BUILD_KERNELS")
+        chosen = [path for path in ext.sources if asked == "tests" or Path(path).stem != EMULATED]
+        if asked in BOUND:
+            chosen = [path for path in chosen if runs_here(Path(path).stem)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(self.compile_part, parts_of(chosen)))
         target = self.get_ext_fullpath(ext.name)
@@ -104,8 +109,8 @@ class TagByPlatform(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         has_library = any(Path(self.bdist_dir).rglob(LIBRARY))
-        if has_library and os.environ.get("ST_BUILD_KERNELS") == "here":
-            print("this wheel is for processors like this one: ST_BUILD_KERNELS=here", file=sys.stderr)
+        if has_library and (asked := os.environ.get("ST_BUILD_KERNELS")) in BOUND:
+            print(f"this wheel is for processors like this one: ST_BUILD_KERNELS={asked}", file=sys.stderr)
         return "py3", "none", super().get_tag()[2] if has_library else "any"
 
 

@@ -13,6 +13,7 @@
 
 int64_t bytes_read[READ_KINDS];
 
+extern const Kernels amx_emulated_kernels __attribute__((weak));
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels __attribute__((weak)), avx512_kernels __attribute__((weak));
 extern const Kernels avx512bf16_kernels __attribute__((weak)), amx_kernels __attribute__((weak));
@@ -20,7 +21,7 @@ extern const Kernels avx512bf16_kernels __attribute__((weak)), amx_kernels __att
 
 namespace {
 
-// What was compiled in, worst first. ST_BUILD_KERNELS=here leaves out what the machine that compiles has not.
+// What was compiled in, worst first. setup.py leaves out what only tests use, and what the machine has not.
 const std::vector<const Kernels *> ALL = [] {
   std::vector<const Kernels *> all = {
       &amx_emulated_kernels,
