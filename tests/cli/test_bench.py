@@ -221,10 +221,9 @@ def test_times_that_may_be_distributions():
     msgspec.convert(values, LoadSpec)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-def test_what_is_shown_meanwhile(is_closed):
+def shown(elapsed_s, is_closed):
     progress = Progress(
-        elapsed_s=10,
+        elapsed_s=elapsed_s,
         planned=100,
         due=52,
         begun=50,
@@ -238,10 +237,23 @@ def test_what_is_shown_meanwhile(is_closed):
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(bench_run.view(progress, is_closed))
-    text = console.export_text()
+    return console.export_text()
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_what_is_shown_meanwhile(is_closed):
+    text = shown(10, is_closed)
     for words in ("5.0/s", "in flight 10", "p50 100 ms", "p99 250 ms", "2 failed", "10 / 20 s"):
         assert words in text
     assert ("of 5.2/s" in text) != is_closed
+    assert "waits" not in text
+
+
+def test_after_the_last_request_is_sent_the_wait_for_answers_is_named():
+    """And the rate stays that of the time in which they were sent."""
+    text = shown(80, False)
+    for words in ("80 / 20 s, all sent: waits for answers", "sent 2.5/s of 2.6/s"):
+        assert words in text
 
 
 def test_a_device_is_not_replaced_by_a_file_and_a_time_is_finite(url, tmp_path):

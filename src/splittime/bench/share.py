@@ -70,7 +70,7 @@ LATEST = 500  # of first chunks, for the percentiles so far
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is. `begun_per_s`: since its begin. TTFT: response time, of the latest first chunks."""
+    """How far a run is. `ends_at_s`: when the last is sent. TTFT: response time, of the latest first chunks."""
 
     elapsed_s: float
     planned: int
@@ -84,13 +84,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_s: float | None
     ends_at_s: float | None
 
-    @property
-    def begun_per_s(self) -> float:
-        return self.begun / self.elapsed_s if self.elapsed_s > 0 else 0.0
-
-    @property
-    def due_per_s(self) -> float:
-        return self.due / self.elapsed_s if self.elapsed_s > 0 else 0.0
+    def per_s(self, number: int) -> float:
+        """Returns a number's rate over the time in which requests are sent: after it, answers are awaited."""
+        sending_s = min(self.elapsed_s, self.ends_at_s or self.elapsed_s)
+        return number / sending_s if sending_s > 0 else 0.0
 
 
 OnProgress = Callable[[Progress], None]

@@ -35,7 +35,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     concurrency: Annotated[int | None, Meta(description="Closed loop: so many workers, no rate.")] = None
     num_requests: Annotated[int | None, Meta(description="Measured requests.")] = None
     duration_s: Annotated[
-        float | None, Meta(description="Length of the measured window; default: 60, or the whole trace.")
+        float | None, Meta(description="Measured window, in which requests start; default: 60, or the whole trace.")
     ] = None
     warm_up_s: Annotated[float, Meta(description="Load before the window, not counted; no pause between.")] = 0.0
     warm_up_requests: Annotated[int, Meta(description="The same by number.")] = 0

@@ -59,6 +59,8 @@ def view(progress: Progress, is_closed: bool) -> RenderableType:
     done, whole = _share(progress)
     bar = Table.grid(padding=(0, 1))
     end = f" / {progress.ends_at_s:.0f} s" if progress.ends_at_s is not None else " s"
+    if progress.ends_at_s is not None and progress.elapsed_s > progress.ends_at_s:
+        end += ", all sent: waits for answers"
     bar.add_row(ProgressBar(total=whole, completed=done, width=40), f"{progress.elapsed_s:.0f}{end}")
     figures = [Text.from_markup(figure) for figure in _figures(progress, is_closed)]
     return Group(bar, Columns(figures, padding=(0, 2)))
@@ -71,9 +73,9 @@ def _share(progress: Progress) -> tuple[float, float]:
 
 
 def _figures(progress: Progress, is_closed: bool) -> list[str]:
-    rate = f"sent [bold]{progress.begun_per_s:.1f}/s[/bold]"
+    rate = f"sent [bold]{progress.per_s(progress.begun):.1f}/s[/bold]"
     if not is_closed:
-        rate += f" of {progress.due_per_s:.1f}/s"
+        rate += f" of {progress.per_s(progress.due):.1f}/s"
     ttft = "TTFT [bold]-[/bold]"
     if progress.ttft_p50_s is not None and progress.ttft_p99_s is not None:
         ttft = f"TTFT p50 [bold]{progress.ttft_p50_s * 1e3:.0f} ms[/bold]  p99 {progress.ttft_p99_s * 1e3:.0f} ms"
