@@ -101,7 +101,7 @@ REQUIRED = [
 
 def test_a_library_that_is_missing_or_old_is_named_and_an_extra_is_a_note(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda _: REQUIRED)
-    found = [entry for entry in installation.examine(0) if entry.name in ("libraries", "extra plots")]
+    found = [entry for entry in installation.examine(0) if entry.name in ("libraries", "extra plots", "extra vllm")]
     assert [(entry.verdict, entry.found.split(",")[0]) for entry in found] == [
         ("bad", "no-such-library is missing"),
         ("bad", f"msgspec is {metadata.version('msgspec')}"),

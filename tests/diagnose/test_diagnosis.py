@@ -75,6 +75,13 @@ def test_a_root_whose_share_is_of_something_else_comes_first_whatever_it_is():
     assert [f.name for f in in_order(findings, roots(), of_time())] == ["requests_fail", "slot_bound"]
 
 
+def test_a_server_of_ours_without_a_request_is_not_told_to_be_another():
+    books = Ward().run(*poisson(10, 1))
+    said = diagnosis_text(diagnose(msgspec.structs.replace(books, accounts=())))
+    assert "requests served: only 0" in " ".join(said.plain.split())
+    assert "only a splittime server keeps them" not in " ".join(said.plain.split())
+
+
 def test_roots_of_roots():
     tree = {"a": ("b",), "b": ("c",)}
     findings = [finding("c", 0.8), finding("a", 0.4), finding("b", 0.5)]

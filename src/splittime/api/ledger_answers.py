@@ -33,10 +33,8 @@ def account_answer(found: Sequence[ClosedAccount], request_id: str, *, is_open: 
     """Returns the closed account of a request; of several choices that of the one that ended last, with all of them in
     `choices`. Raises `NotFound` if there is none."""
     if not found:
-        hint = "it never came or is no longer kept; GET /ledger/requests lists the latest"
-        if is_open:
-            hint = "it is still open"
-        raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id, hint=hint)
+        why = "it runs still" if is_open else "it never came, or is kept no more; GET /ledger/requests lists the latest"
+        raise NotFound(f"no ended request {request_id!r}: {why}", code="request_not_found", value=request_id)
     last = max(found, key=lambda account: account.end_ns)
     answer = account_json(last)
     if len(found) > 1:

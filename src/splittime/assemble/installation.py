@@ -209,6 +209,8 @@ def _extras() -> Iterator[InstallationCheck]:
     except metadata.PackageNotFoundError:
         return
     for extra in sorted(set(names) - FOR_DEVELOPERS):
+        if not _wanted(extra):
+            continue  # it brings nothing, as vllm, so it says nothing of what is here
         faults = [fault for requirement in _wanted(extra) if (fault := _fault(requirement)) is not None]
         remedy = f"if it is wanted: pip install 'splittime[{extra}]'" if faults else None
         yield InstallationCheck(f"extra {extra}", "note" if faults else "ok", "; ".join(faults) or "present", remedy)

@@ -205,7 +205,7 @@ def _lacks(books: Books, need: str) -> str | None:
 
 def _accounts(books: Books) -> str | None:
     num = len(served(books.accounts))
-    if not books.accounts:
+    if not books.accounts and books.facts is None:
         whose = "only a splittime server keeps them, or vLLM under `splittime attach vllm`"
         return f"no accounts: {whose}, and what happens inside cannot be told without"
     return f"requests served: only {num}; {MIN_REQUESTS} are the least" if num < MIN_REQUESTS else None

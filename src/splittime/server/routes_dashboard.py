@@ -382,7 +382,7 @@ def _waterfall(ledger: Ledger, facts: ServerFacts | None, request_id: str) -> by
 
     found = ledger.account(request_id)
     if not found:
-        raise NotFound(f"no closed account of {request_id!r}", code="request_not_found", value=request_id)
+        raise NotFound(f"no ended request {request_id!r}", code="request_not_found", value=request_id)
     account = max(found, key=lambda account: account.end_ns)
     steps = ledger.steps(MAX_STEPS_SEARCHED)
     owners = owners_between(make_books(facts, (), steps, "the live ledger"), account, account.start_ns, account.end_ns)
