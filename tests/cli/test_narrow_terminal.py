@@ -2,12 +2,13 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from splittime.assemble.settings import Settings, Value, load
 from splittime.bench.share import Progress
-from splittime.cli.bench_run import view
+from splittime.cli.bench_run import shown_live, view
 from splittime.cli.serve import PACKAGED, SMALL, StartTimeline, announce, configuration, curl
 from splittime.present.terminal import WordWriter
 
@@ -35,6 +36,16 @@ def test_no_figure_of_the_progress_is_broken_in_two(width):
         assert figure in text
     assert "100 / 300 s" in text
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
+
+
+def test_a_log_hears_of_a_load_every_ten_seconds():
+    out = io.StringIO()
+    with shown_live(Console(file=out, color_system=None), is_closed=True) as tell:
+        for elapsed_s in (1.0, 9.9, 10.0, 10.2, 19.9, 20.4, 30.3, 30.6):
+            tell(msgspec.structs.replace(PROGRESS, elapsed_s=elapsed_s))
+    lines = out.getvalue().splitlines()
+    assert [line.split(" s: ")[0] for line in lines] == ["10", "20", "31"]
+    assert all("in flight 88" in line and "900 ended" in line for line in lines)
 
 
 def settings(**changed) -> Settings:

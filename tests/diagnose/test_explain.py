@@ -33,6 +33,17 @@ def test_waterfall_of_a_plain_request():
     assert "with it: b, 7 at position 0" in shown
 
 
+def test_of_a_whole_answer_the_first_token_is_told_by_when_it_was_ready():
+    streamed = books.example()
+    count = streamed.output_tokens
+    written = (streamed.token_written_ns[-1],) * count
+    whole = msgspec.structs.replace(streamed, token_written_ns=written, first_chunk_tokens=count)
+    ready_ms, written_ms = ((at - whole.start_ns) / 1e6 for at in (whole.token_ready_ns[0], written[0]))
+    shown = " ".join(plain(explain(whole, kept([]))).split())
+    assert f"TTFT {written_ms:.3f} ms (all at once: the first was ready after {ready_ms:.3f} ms)" in shown
+    assert "all at once" not in plain(explain(streamed, kept([])))
+
+
 def test_an_engine_that_was_stopped_is_told_wherever_it_is_asked():
     """The stop fell into a step's forward pass: neither the device nor decoding had that time."""
     of_ward = Ward(stops_ms=[(1500, 200)]).run(*(Case(100 * i, ids(30, i), 60) for i in range(30)))
@@ -42,7 +53,7 @@ def test_an_engine_that_was_stopped_is_told_wherever_it_is_asked():
     assert stopped_ms == pytest.approx(200, abs=5)
     assert re.search(r"engine_stopped (\d+\.\d+) ms: the engine's thread is not run at all", shown)
     gap = re.search(r"Of the gap: (\d+\.\d+) ms engine_stopped;", shown)
-    whole = re.search(r"Of all its time: .*?(\d+\.\d+) ms engine_stopped", shown)
+    whole = re.search(r"By whose doing: .*?(\d+\.\d+) ms engine_stopped", shown)
     step = re.search(r"\(device (\d+\.\d+), engine_stopped (\d+\.\d+)", shown)
     assert float(gap[1]) == float(whole[1]) == pytest.approx(stopped_ms, abs=1e-3)
     assert float(step[1]) < 5 < float(step[2]) == pytest.approx(stopped_ms, abs=1)

@@ -23,6 +23,7 @@ from splittime.bench.share import OnProgress, Progress
 from splittime.cli.bench_flags import BenchRunOptions as Given
 from splittime.cli.bench_flags import codes, exit_code, time_ns, with_load_flags
 from splittime.cli.options import talk, wide, write_data
+from splittime.cli.progress import LINE_EVERY_S
 from splittime.core.errors import ConfigError
 from splittime.core.files import check_writable
 from splittime.wire.target import Interleave, RunOptions
@@ -45,10 +46,17 @@ Examples:
 
 
 @contextmanager
-def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress | None]:
-    """Gives what is to be called with the progress; None where nobody would see it."""
+def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress]:
+    """Gives what is to be called with the progress: a bar on a terminal, in a log a line every ten seconds."""
     if not console.is_terminal:
-        yield None
+        told_s = [0.0]
+
+        def tell(progress: Progress) -> None:
+            if progress.elapsed_s >= told_s[-1] + LINE_EVERY_S:
+                told_s.append(progress.elapsed_s)
+                console.print(f"{progress.elapsed_s:.0f} s:", *_figures(progress, is_closed), soft_wrap=True)
+
+        yield tell
         return
     with Live(console=console, refresh_per_second=8, transient=True) as live:
         yield lambda progress: live.update(view(progress, is_closed))
@@ -56,20 +64,14 @@ def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress | None]
 
 def view(progress: Progress, is_closed: bool) -> RenderableType:
     """One bar, and the figures in as many lines as they need: none is broken in two."""
-    done, whole = _share(progress)
+    done, whole, end = progress.ended, max(1.0, progress.planned), " s"
+    if progress.ends_at_s:
+        done, whole = min(progress.elapsed_s, progress.ends_at_s), progress.ends_at_s
+        end = f" / {whole:.0f} s{', all sent: waits for answers' * (progress.elapsed_s > whole)}"
     bar = Table.grid(padding=(0, 1))
-    end = f" / {progress.ends_at_s:.0f} s" if progress.ends_at_s is not None else " s"
-    if progress.ends_at_s is not None and progress.elapsed_s > progress.ends_at_s:
-        end += ", all sent: waits for answers"
     bar.add_row(ProgressBar(total=whole, completed=done, width=40), f"{progress.elapsed_s:.0f}{end}")
     figures = [Text.from_markup(figure) for figure in _figures(progress, is_closed)]
     return Group(bar, Columns(figures, padding=(0, 2)))
-
-
-def _share(progress: Progress) -> tuple[float, float]:
-    if progress.ends_at_s:
-        return min(progress.elapsed_s, progress.ends_at_s), progress.ends_at_s
-    return progress.ended, max(1, progress.planned)
 
 
 def _figures(progress: Progress, is_closed: bool) -> list[str]:

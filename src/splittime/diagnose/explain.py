@@ -97,7 +97,7 @@ def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
     text.append("".join(_wrapped(line) for line in attempt_lines(account)))
     in_its_time = steps_of(account, books.steps)
     if in_its_time:
-        text.append(_wrapped(owners_sentence("Of all its time", books, account, account.start_ns, account.end_ns)))
+        text.append(_wrapped(owners_sentence("By whose doing", books, account, account.start_ns, account.end_ns)))
     text.append_text(_tokens(account, in_its_time, books))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
@@ -195,8 +195,8 @@ def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -
         passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
         return Text(f"\n{passed_on or 'No token was written.'}\n")
     text = Text(f"\nTTFT {in_ms(ttft_ns)} ms")
-    if tpot_ns is not None:
-        text.append(f", TPOT {in_ms(tpot_ns)} ms")
+    at_once = f" (all at once: the first was ready after {in_ms(derive.first_ready_ns(account) or ttft_ns)} ms)"
+    text.append(at_once if tpot_ns is None else f", TPOT {in_ms(tpot_ns)} ms")
     if stall is None:
         return text.append("\n")
     gaps = derive.percentiles(derive.itl_ns(account), (50, 99))
