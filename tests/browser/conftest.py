@@ -52,7 +52,7 @@ def visit(browser) -> Iterator[Callable]:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(40_000)
+        page.set_default_timeout(100_000)  # what it waits for may be simulated at the least priority
         page.on("console", lambda message: messages.append(f"{message.type}: {message.text} {message.location}"))
         page.on("pageerror", lambda error: messages.append(f"exception: {error}"))
         page.goto(url)
