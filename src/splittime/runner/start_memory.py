@@ -163,9 +163,9 @@ class StartMemory:
         found = measure()
         others = watch.busy_cores()
         if others > DISTURBED_CORES:
-            return found, f"others kept {others:.1f} cores busy meanwhile: not remembered"
+            return found, f"measured beside {others:.1f} busy cores of others, so not kept for the next start"
         if self._path is None:
-            return found, "not remembered, there is no cache folder"
+            return found, "not kept for the next start: there is no cache folder"
         new = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "found": msgspec.to_builtins(found)}
         files.write(self._path, files.read(self._path) | {key: new})
         return found, "remembered for the next start"
