@@ -1,7 +1,7 @@
 /** The gateway's page: what is asked for once a second, and what is made of it. */
 
 import { byId, say } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 import { GatewayTiles } from "./gateway_tiles.js";
 import { showRefusals, showSlowest, showTenants, showUpstreams } from "./gateway_tables.js";
 import { Poll } from "./poll.js";
@@ -20,8 +20,8 @@ function onAnswer({ now, recent, words }) {
   showTenants(byId("tenant-rows"), now, recent);
   showRefusals(byId("refusal-rows"), now);
   showSlowest(byId("slowest-rows"), recent);
-  say(byId("time-note"), recent.is_cut ? `of the latest ${count(recent.requests)} requests` : `${count(recent.requests)} requests that ended in the last ${recent.seconds} s`);
-  say(byId("model"), `${count(now.upstreams.length)} upstreams, ${count(now.models)} models${now.config ? ` · config ${now.config}` : ""}`);
+  say(byId("time-note"), recent.is_cut ? `of the latest ${count(recent.requests)} requests` : `${plural(recent.requests, "request")} that ended in the last ${recent.seconds} s`);
+  say(byId("model"), `${plural(now.upstreams.length, "upstream")}, ${plural(now.models, "model")}${now.config ? ` · config ${now.config}` : ""}`);
   document.title = `${now.open_requests} open · splittime gateway`;
   showState(now);
 }

@@ -1,7 +1,7 @@
 /** How things are now: six figures, each with what it is measured against. */
 
 import { el, say } from "./dom.js";
-import { DASH, amount, count, duration, percent } from "./format.js";
+import { DASH, count, duration, percent } from "./format.js";
 
 const REMEMBERED_MS = 60_000;
 
@@ -30,7 +30,7 @@ export class GatewayTiles {
     this.#queue(now);
     this.#refused(now);
     const { used, allowed, window_s: windowS } = now.retry_budget;
-    fillTile(this.retries, count(used), ` / ${amount(allowed)}`, allowed ? used / allowed : 0, `in ${windowS} s · ${count(now.retries)} since the start`);
+    fillTile(this.retries, count(used), ` / ${count(Math.floor(allowed))}`, allowed ? used / allowed : 0, `in ${windowS} s · ${count(now.retries)} since the start`);
     this.#cache(now.cache);
     this.#ladder(now);
   }
@@ -59,7 +59,7 @@ export class GatewayTiles {
   }
 
   #cache(cache) {
-    if (!cache) return fillTile(this.cache, DASH, "", 0, "no [[cache_route]]");
+    if (!cache) return fillTile(this.cache, DASH, "", 0, "off: no [[cache_route]] in the config");
     const results = cache.results;
     const asked = sum(["hit", "shared", "miss"].map((name) => results[name] ?? 0));
     const hits = (results.hit ?? 0) + (results.shared ?? 0);
@@ -67,7 +67,7 @@ export class GatewayTiles {
   }
 
   #ladder({ ladder, degradation }) {
-    if (!ladder.length) return fillTile(this.stage, DASH, "", 0, "no [[degradation]]");
+    if (!ladder.length) return fillTile(this.stage, DASH, "", 0, "off: no [[degradation]] in the config");
     fillTile(this.stage, count(degradation.length), ` / ${count(ladder.length)}`, degradation.length / ladder.length, degradation.at(-1) ?? "whole answers");
   }
 }

@@ -18,7 +18,7 @@ const ENGINE = [
   { key: "sample_ns", label: "sample", className: "ink part-sample", title: "Choosing the next tokens" },
   { key: "host_ns", label: "plan and commit", className: "ink part-host", title: "Planning, launching, committing" },
   { key: "host_gap_ns", label: "host gap", className: "ink part-gap", title: "Between steps, while there was work" },
-  { key: "kept_ns", label: "not run", className: "ink part-kept", title: "In steps, while its thread had no processor or was stopped from outside" },
+  { key: "kept_ns", label: "no processor", className: "ink part-kept", title: "In steps, while its thread had no processor or was stopped from outside" },
 ];
 
 const COPIES = { key: "moves_ns", label: "copies", className: "ink part-copies", title: "Blocks of KV cache to host memory, and back" };

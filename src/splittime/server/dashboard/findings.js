@@ -73,7 +73,7 @@ export class Findings {
       ["Cure", el("span", {}, finding.cure.sentence, " ", command(finding.cure))],
       ["Cost", finding.cost],
       ["Refuted by", finding.counter_check],
-      ["Holds", finding.regime],
+      ["Holds for", finding.regime],
       ["Confidence", `${percent(finding.confidence)}: ${finding.confidence_from}`],
     ];
     return el("dl", { class: "finding" }, ...pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));

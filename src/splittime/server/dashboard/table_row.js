@@ -11,7 +11,7 @@ export const COLUMNS = [
   { name: "end", title: "End", field: "finish_reason", hint: "Why it ended", text: (row) => endOf(row) },
   { name: "prompt", title: "Prompt", field: "prompt_tokens", hint: "Tokens of the prompt; those the prefix cache had, behind +", text: promptOf },
   { name: "output", title: "Output", field: "output_tokens", hint: "Tokens of the answer", text: (row) => count(row.output_tokens) },
-  { name: "ttft", title: "TTFT", field: "ttft_ns", hint: "Time to first token", text: (row) => duration(row.ttft_ns) },
+  { name: "ttft", title: "TTFT", field: "ttft_ns", hint: "Time until the client had the first token: of an answer that is not streamed, until all of it", text: (row) => duration(row.ttft_ns) },
   { name: "tpot", title: "TPOT", field: "tpot_ns", hint: "Time per output token after the first", text: (row) => duration(row.tpot_ns) },
   { name: "total", title: "Total", field: "e2e_ns", hint: "From first byte to last", text: (row) => duration(row.e2e_ns) },
   { name: "stages", title: "Time by stage" },
