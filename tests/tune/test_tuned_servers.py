@@ -133,6 +133,7 @@ def test_a_second_signal_waits_until_the_knobs_are_back(sign: int, monkeypatch: 
     assert now == BEFORE
 
 
+@pytest.mark.timeout(300)  # beside others a command may take a minute to begin, and each of its runs as long
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_path: Path, sign: int) -> None:
     before, path = knobs(server), tmp_path / "tune.jsonl"
@@ -140,7 +141,7 @@ def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_p
     command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        until(lambda: process.poll() is not None or knobs(server) != before)
+        until(lambda: process.poll() is not None or knobs(server) != before, limit_s=240.0)
         process.send_signal(sign)
         assert "as before" in process.communicate(timeout=60)[1]
         assert process.returncode == 130
