@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -116,6 +117,18 @@ def test_a_prompt_from_the_command_line_is_that_of_standard_input():
     assert piped.returncode == 0, piped.stderr
     assert piped.stdout == asked["text"] + "\n"
     assert "D decode" in piped.stderr
+
+
+@pytest.mark.parametrize(("words", "is_told"), [((), True), (("code",), False)])
+def test_the_toy_is_called_one_where_nobody_asked_for_it(monkeypatch, words, is_told):
+    """Its first answer does not show that its text means nothing. Who named it knows."""
+    monkeypatch.setattr(model_source, "default", lambda: "code")
+    monkeypatch.setattr(run_module, "_loaded", lambda *_: SimpleNamespace(default_sampling=SamplingParams()))
+    monkeypatch.setattr(run_module, "stream", lambda *_, **__: None)
+    done = CliRunner().invoke(main.app, ["run", *words, "def f(x):"])
+    assert done.exit_code == 0, done.stderr
+    assert ("means nothing" in done.stderr) == is_told
+    assert done.stdout == ""
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ PROMPT = ">>> "
 EXITS = ("/exit", "/quit", "/bye")
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends it; Ctrl-C stops an answer."
 LEAST_ROOM = 4  # an answer may fill this part of the context, unless --max-tokens says otherwise
+TOY = "The packaged model: its text looks like Python and means nothing. splittime run smollm2 tells of one that chats."
 MAX_TOKENS = 128  # of a text that is continued: nothing else would end it
 
 
@@ -147,6 +148,8 @@ def run(settings: Settings, given: GenerateOptions) -> None:
     text = "" if is_chat else _read(text)
     llm = _loaded(settings, model)
     sampling = msgspec.structs.replace(llm.default_sampling, **sampling_given)
+    if not (model or settings["model"]) and model_source.is_packaged(None):
+        options.talk().print(Sentence(TOY))
     if is_chat:
         return chat(llm, sampling, given.raw)
     raw = given.raw or model_source.is_packaged(model or settings["model"])
@@ -164,7 +167,7 @@ def words_of(words: list[str], prompt: str | None = None) -> RunWords:
     """
     if len(words) + (prompt is not None) > 2:
         raise _unclear(
-            "more words than a model and a prompt", f"quote the prompt: splittime run {shlex.quote(_text(words))}"
+            "more words than a model and a prompt", f"quote the prompt: splittime run {shlex.quote(' '.join(words))}"
         )
     if prompt is not None:
         return RunWords(words[0] if words else None, prompt)
@@ -195,10 +198,6 @@ def _read(text: str | None) -> str:
     if text == STDIN or (text is None and not sys.stdin.isatty()):
         text = sys.stdin.read()
     return text or _no_prompt()
-
-
-def _text(words: list[str]) -> str:
-    return " ".join(words)
 
 
 def _unclear(message: str, hint: str) -> ConfigError:
