@@ -63,6 +63,14 @@ def test_a_change_is_told_beside_what_was(ledger: Path) -> None:
     assert "In brackets" not in alone.stderr
 
 
+def test_an_interval_that_finds_no_room_is_folded_and_not_cut(ledger: Path) -> None:
+    words = ["simulate", str(ledger), "--max-num-seqs", "8", "--draws", "2"]
+    narrow = CliRunner().invoke(app, words, env={"COLUMNS": "60", "NO_COLOR": "1"})
+    assert narrow.exit_code == 0, narrow.output
+    assert "\N{HORIZONTAL ELLIPSIS}" not in narrow.stdout
+    assert narrow.stdout.count("(") == narrow.stdout.count(")") > 0
+
+
 def test_without_a_change_it_shows_how_well_it_does(ledger: Path) -> None:
     result = invoke(ledger, "--draws", 1)
     assert result.stdout.splitlines()[0].split() == ["recorded", "simulated"]

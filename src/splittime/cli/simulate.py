@@ -207,7 +207,7 @@ def _print(prediction: "Prediction") -> None:
         heads += ["changed", "change"]
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("", *heads):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
     for figure in prediction.figures:
         cells = _cells(figure, has_ends=bool(prediction.share))
         table.add_row(_name(figure.name), *(cells[name] for name in heads))
