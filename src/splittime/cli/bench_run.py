@@ -64,7 +64,7 @@ def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress]:
 
 def view(progress: Progress, is_closed: bool) -> RenderableType:
     """One bar, and the figures in as many lines as they need: none is broken in two."""
-    done, whole, end = progress.ended, max(1.0, progress.planned), " s"
+    done, whole, end = float(progress.ended), max(1.0, progress.planned), " s"
     if progress.ends_at_s:
         done, whole = min(progress.elapsed_s, progress.ends_at_s), progress.ends_at_s
         end = f" / {whole:.0f} s{', all sent: waits for answers' * (progress.elapsed_s > whole)}"
