@@ -155,10 +155,11 @@ def test_whether_anothers_request_is_open_is_not_told(launch) -> None:
         )
         client.sendall(asked)
         until(lambda: "a@key-3" in live.service.groups)
-        unknown = live.get("/ledger/requests/never-came", **SEARCH)[2]["error"]["hint"]
+        unknown = live.get("/ledger/requests/never-came", **SEARCH)[2]["error"]
         for name in ("a", "cmpl-a", "chatcmpl-a"):
             told = [live.get(f"/ledger/requests/{name}", **who)[2]["error"] for who in (OPERATOR, SHOP, SEARCH)]
-            assert [error.get("hint") for error in told] == ["it is still open", "it is still open", unknown]
+            assert ["it runs still" in error["message"] for error in told] == [True, True, False]
+            assert told[-1] == unknown | {"message": unknown["message"].replace("never-came", name), "value": name}
 
 
 @pytest.mark.parametrize(("name", "n"), [("a", 1), ("a-0", 1), ("a-1", 2), ("a", 3)])
