@@ -138,7 +138,7 @@ def test_a_second_signal_waits_until_the_knobs_are_back(sign: int, monkeypatch: 
 def test_an_interrupted_tune_leaves_the_knobs_as_they_were(server: Target, tmp_path: Path, sign: int) -> None:
     before, path = knobs(server), tmp_path / "tune.jsonl"
     flags = ["--url", server.base_url, "--slo", "ttft_p99=1ms", "--knob", "max_num_seqs", "--notebook", str(path)]
-    command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD]
+    command = [sys.executable, "-m", "splittime.cli.main", "tune", *flags, *LOAD, "--output-tokens", "10"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         until(lambda: process.poll() is not None or knobs(server) != before, limit_s=240.0)
