@@ -49,11 +49,12 @@ Examples:
 def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress]:
     """Gives what is to be called with the progress: a bar on a terminal, in a log a line every ten seconds."""
     if not console.is_terminal:
-        told_s = [0.0]
+        told_s = 0.0
 
         def tell(progress: Progress) -> None:
-            if progress.elapsed_s >= told_s[-1] + LINE_EVERY_S:
-                told_s.append(progress.elapsed_s)
+            nonlocal told_s
+            if progress.elapsed_s >= told_s + LINE_EVERY_S:
+                told_s = progress.elapsed_s
                 console.print(f"{progress.elapsed_s:.0f} s:", *_figures(progress, is_closed), soft_wrap=True)
 
         yield tell
