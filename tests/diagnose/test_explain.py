@@ -39,7 +39,9 @@ def test_of_a_whole_answer_the_first_token_is_told_by_when_it_was_ready():
     written = (streamed.token_written_ns[-1],) * count
     whole = msgspec.structs.replace(streamed, token_written_ns=written, first_chunk_tokens=count)
     ready_ms, written_ms = ((at - whole.start_ns) / 1e6 for at in (whole.token_ready_ns[0], written[0]))
-    shown = " ".join(plain(explain(whole, kept([]))).split())
+    lines = plain(explain(whole, kept([]))).splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines), lines
+    shown = " ".join(" ".join(lines).split())
     assert f"TTFT {written_ms:.3f} ms (all at once: the first was ready after {ready_ms:.3f} ms)" in shown
     assert "all at once" not in plain(explain(streamed, kept([])))
 

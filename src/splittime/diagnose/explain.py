@@ -194,13 +194,12 @@ def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -
     if ttft_ns is None:
         passed_on = "A gateway passes on pieces, and knows no token's time." if account.attempts else ""
         return Text(f"\n{passed_on or 'No token was written.'}\n")
-    text = Text(f"\nTTFT {in_ms(ttft_ns)} ms")
     at_once = f" (all at once: the first was ready after {in_ms(derive.first_ready_ns(account) or ttft_ns)} ms)"
-    text.append(at_once if tpot_ns is None else f", TPOT {in_ms(tpot_ns)} ms")
+    told = f"TTFT {in_ms(ttft_ns)} ms{at_once if tpot_ns is None else f', TPOT {in_ms(tpot_ns)} ms'}"
     if stall is None:
-        return text.append("\n")
+        return Text("\n" + _wrapped(told))
     gaps = derive.percentiles(derive.itl_ns(account), (50, 99))
-    text.append(f", ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms\n")
+    text = Text("\n" + _wrapped(f"{told}, ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms"))
     text.append(f"Longest gap {in_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
     text.append(f"which step {stall.step_id} made.\n")
     return text.append_text(_steps_of_stall(account, stall, steps, books))
