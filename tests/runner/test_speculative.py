@@ -7,7 +7,7 @@ import tiny_checkpoint
 
 from splittime.assemble import model_source, settings
 from splittime.core.errors import ConfigError
-from splittime.runner import draft_sources, start_memory
+from splittime.runner import draft_sources, machine, start_memory
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import (
     LEAST_STEP_MS,
@@ -104,6 +104,7 @@ def test_auto_guesses_nothing_where_it_cannot(kernels: str, changes: dict, words
 def test_auto_goes_by_the_time_of_a_step(step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(model_source.locate(None))
     runner = load_torch_runner(RunnerConfig(model_path=path, kernels="native", max_num_seqs=2, num_threads=1))
+    monkeypatch.setattr(machine.Others, "busy_cores", lambda self: 0.0)
     measured_ms, told = start_memory.decode_step_ms(runner)
     assert measured_ms > 0
     assert "remembered" in told
