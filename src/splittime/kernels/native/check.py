@@ -71,6 +71,12 @@ def choose_isa() -> tuple[str, str]:
     return name, f"{reason}; {native.amx_refusal()}" if native.amx_refusal() else reason
 
 
+def insist(isa: str) -> None:
+    """Use this instruction set from now on, in the processes that are started too, whichever is the fastest."""
+    os.environ[ASKED] = isa
+    choose_isa.cache_clear()
+
+
 def _right_ones() -> list[str]:
     """Returns the instruction sets whose results are right, in the library's order. The first is the portable code,
     which the others are compared with. Raises RuntimeError if that computes nothing, or nothing finite."""

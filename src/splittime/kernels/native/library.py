@@ -13,7 +13,7 @@ import importlib.machinery
 import os
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 
 INTERFACE_VERSION = 12
@@ -187,13 +187,12 @@ def _built_path() -> str:
 
 def isa_names() -> list[str]:
     """Instruction sets that this CPU runs, worst first."""
-    lib, names = library(), []
-    index = 0
-    while (name := lib.st_isa_name(index)) is not None:
-        if lib.st_isa_runs(index):
-            names.append(name.decode())
-        index += 1
-    return names
+    return list(_places_of_isas())
+
+
+def _places_of_isas() -> dict[str, int]:
+    names = takewhile(bool, map(library().st_isa_name, count()))
+    return {name.decode(): place for place, name in enumerate(names) if library().st_isa_runs(place)}
 
 
 def amx_refusal() -> str:
@@ -204,14 +203,9 @@ def amx_refusal() -> str:
 
 def select_isa(name: str) -> None:
     """Use this instruction set from the next call on; for tests and comparisons."""
-    lib = library()
-    index = 0
-    while (found := lib.st_isa_name(index)) is not None:
-        if found.decode() == name and lib.st_isa_runs(index):
-            lib.st_isa_select(index)
-            return
-        index += 1
-    raise ValueError(f"instruction set {name!r} is not one of {', '.join(isa_names())}")
+    if name not in (places := _places_of_isas()):
+        raise ValueError(f"instruction set {name!r} is not one of {', '.join(places)}")
+    library().st_isa_select(places[name])
 
 
 def selected_isa() -> str:

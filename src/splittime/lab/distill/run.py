@@ -1,12 +1,10 @@
-"""What `splittime distill` does, from files to a student's folder: the parts that need the engine and the runner.
+"""Does what `splittime distill` asks for, from files to a student's folder: the parts that need engine and runner.
 
 OUT.unfinished/     manifest, the teacher's own outputs, the last checkpoint, the result being put together
 OUT/                the student as a model folder, and `distillation.json`: how it was made and what it is worth
 
-What `splittime distill TEACHER --student mtp` does beyond text and updates: a head's training, and what it is worth.
-
-It is worth how often its drafts are what the teacher says next, greedy, on text that it has not learnt from: by depth,
-of those that had only right ones before them. With the times of steps that tells what it would gain.
+A head (`--student mtp`) is worth how often its drafts are what the teacher says next, greedy, on text that it has not
+learnt from: by depth, of those with only right ones before them. With the times of steps that tells its gain.
 """
 
 import json
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.sampling import SamplingParams
+from splittime.kernels.native.check import choose_isa, insist
 from splittime.lab.distill import fidelity, student, text
 from splittime.lab.distill.fidelity import DraftGain, draft_gain
 from splittime.lab.distill.head import DEPTHS, WORD, Head, HeadLoss, Teacher
@@ -41,6 +40,7 @@ from splittime.models.weights.load import EMBEDDING
 from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig, SpeculativeConfig
 from splittime.runner.draft_sources import head_drafter
+from splittime.runner.machine import choose_kernels
 from splittime.text.tokenizer import Tokenizer
 
 MEASURED_HEAD_TOKENS, WINDOW = 50_000, 256
@@ -89,10 +89,6 @@ def head_loss(inputs: Inputs, settings: DistillSettings) -> HeadLoss:
     return HeadLoss(teacher, embedding, head, settings.alpha, settings.temperature)
 
 
-def head_task(inputs: Inputs, settings: DistillSettings, tokens: np.ndarray, folder: Path, goal: HeadLoss) -> Task:
-    return Task(settings, inputs.plan, tokens, folder, inputs.folder, goal.teacher, None, inputs.limit, Head, goal)
-
-
 def head_scores(model: Head, goal: HeadLoss, held_out: Sequence[DocumentTokens], limit: int) -> HeadScores:
     """held_out: of at least `MIN_SCORED` tokens each."""
     windows = head_windows(held_out, min(WINDOW, limit))
@@ -111,11 +107,8 @@ def head_scores(model: Head, goal: HeadLoss, held_out: Sequence[DocumentTokens],
 def head_windows(documents: Sequence[DocumentTokens], length: int) -> list[Sequence[int]]:
     """Returns windows of these documents, in order, until `MEASURED_TOKENS` are predicted: of `length` tokens and the
     one behind them, and what is left at a document's end, if it has `MIN_SCORED` tokens."""
-    windows = [
-        document.ids[begin : begin + length + 1]
-        for document in documents
-        for begin in range(0, len(document.ids), length)
-    ]
+    begins = ((document.ids, begin) for document in documents for begin in range(0, len(document.ids), length))
+    windows = [ids[begin : begin + length + 1] for ids, begin in begins]
     windows = [window for window in windows if len(window) >= min(MIN_SCORED, length + 1)]
     ends = accumulate(len(window) - 1 for window in windows)
     return [window for window, end in zip(windows, ends, strict=True) if end <= MEASURED_HEAD_TOKENS]
@@ -192,9 +185,8 @@ def sequences(folder: Path, asked: Prompts, seed: int, output_tokens: int, write
     parts: list[tuple[int, ...]] = []
     for begin in range(0, len(asked), GROUP):
         tell(begin, len(asked))
-        parts += _group(
-            folder / f"own-{begin:07d}.json", asked[begin : begin + GROUP], seed, begin, output_tokens, write
-        )
+        path, group = folder / f"own-{begin:07d}.json", asked[begin : begin + GROUP]
+        parts += _group(path, group, seed, begin, output_tokens, write)
     tell(len(asked), len(asked))
     return np.array([token for part in parts for token in part], dtype=np.uint32)
 
@@ -261,7 +253,7 @@ def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
     result: Result | HeadResult
     try:
         learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
-        work.adopt(identity(asked, inputs, learnt, work.folder), asked.settings.workers)
+        _compute_as_begun(work, identity(asked, inputs, learnt, work.folder))
         said = _own_outputs(asked.settings, inputs, work.folder, hooks.tell)
         run = _train(asked, inputs, np.concatenate((learnt, said)), work.folder, hooks)
         out, num_tokens = work.begin_result(), (len(learnt), len(said))
@@ -276,6 +268,14 @@ def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
         return result
     finally:
         work.close()
+
+
+def _compute_as_begun(work: Work, inputs: Mapping[str, Any]) -> None:
+    """Use the kernels that the run began with: the fastest are found by measuring, and others may round otherwise."""
+    own = choose_isa()[0] if choose_kernels("auto")[0] == "native" else "others"
+    begun_with = work.adopt(inputs, own)
+    if begun_with != own:
+        insist(begun_with)
 
 
 def _own_outputs(settings: DistillSettings, inputs: Inputs, folder: Path, tell: Tell) -> np.ndarray:
@@ -324,7 +324,8 @@ def _train(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Pa
 def _task(asked: DistillRequest, inputs: Inputs, tokens: np.ndarray, folder: Path) -> Task:
     settings = asked.settings
     if asked.student == WORD:
-        return head_task(inputs, settings, tokens, folder, head_loss(inputs, settings))
+        goal = head_loss(inputs, settings)
+        return Task(settings, inputs.plan, tokens, folder, inputs.folder, goal.teacher, None, inputs.limit, Head, goal)
     teacher = Teacher.load(inputs.folder, inputs.limit, settings.workers) if settings.alpha > 0 else None
     start = student.read_weights(asked.start_from, inputs.plan.shape) if asked.start_from else None
     return Task(settings, inputs.plan, tokens, folder, inputs.folder, teacher, start, inputs.limit)

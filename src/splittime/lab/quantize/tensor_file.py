@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -46,7 +46,8 @@ DTYPES = {
     torch.uint8: "U8",
 }
 MANIFEST, LOCK, RESULT = "manifest.json", "lock", "checkpoint"
-THREADS = "num_threads"  # in the manifest: taken over by whoever goes on, not compared
+MEANS = "means"  # in the manifest: of computing, threads or an instruction set; not compared
+T = TypeVar("T", int, str)
 
 
 @dataclass(frozen=True)
@@ -156,17 +157,15 @@ class Work:
                     hint="name another --out",
                 )
 
-    def adopt(self, identity: Mapping[str, Any], num_threads: int) -> int:
-        """Begin, or go on with what was begun with the same identity; -> how many threads to compute with.
-
-        Raises `ConfigError` naming what is different.
-        """
+    def adopt(self, identity: Mapping[str, Any], means: T) -> T:
+        """Begin, or go on with what was begun with the same identity; -> the means to compute with, which whoever goes
+        on takes over. Raises `ConfigError` naming what is different."""
         path = self.folder / MANIFEST
         if not path.is_file():
-            write_json(path, {**identity, THREADS: num_threads})
-            return num_threads
+            write_json(path, {**identity, MEANS: means})
+            return means
         found = _read_manifest(path)
-        threads = found.pop(THREADS, None)
+        begun_with = found.pop(MEANS, None)
         for key in {**found, **identity}:
             if found.get(key) != identity.get(key):
                 raise ConfigError(
@@ -178,9 +177,9 @@ class Work:
                 )
         if self.is_done and (self.folder / RESULT).exists():
             raise _exists(self.out)
-        if not isinstance(threads, int) or threads < 1:
+        if not isinstance(begun_with, type(means)) or not begun_with:
             raise _damaged(path)
-        return threads
+        return begun_with
 
     def layer_path(self, index: int) -> Path:
         return self.folder / f"layer-{index:05d}.safetensors"
