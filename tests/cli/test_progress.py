@@ -83,6 +83,6 @@ def test_a_log_of_a_command_stays_silent_while_loading_is_quick(monkeypatch):
 def test_what_has_no_parts_is_named_once(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr(progress, "talk", lambda: CleanConsole(file=log, soft_wrap=True))
-    with progress.doing("loading the models"):
+    with progress.loading("loading the models", at_once=True):
         pass
     assert log.getvalue() == "loading the models\n"

@@ -49,7 +49,7 @@ async def fetch(session: aiohttp.ClientSession, arm: Arm, target: Target, outcom
     found = await _accounts(session, target, wanted)
     accounts = tuple(account for request_id in wanted for account in found.get(request_id, ()))
     steps, step_notes = await _steps(session, target, accounts)
-    facts = _converted(await get_json(session, target, "/ledger/facts"), ServerFacts)
+    facts = converted(await get_json(session, target, "/ledger/facts"), ServerFacts)
     missing = len(wanted) - len(found)
     notes = [*arm.notes, *step_notes]
     if missing:
@@ -103,7 +103,7 @@ async def _steps(
     if not accounts:
         return (), []
     listed = await get_json(session, target, f"/ledger/steps?limit={MAX_LIMIT}", LIST_TIMEOUT_S, MAX_LIST_BYTES)
-    records = _converted(listed.get("steps") if isinstance(listed, dict) else None, list[StepRecord]) or []
+    records = converted(listed.get("steps") if isinstance(listed, dict) else None, list[StepRecord]) or []
     begin_ns, end_ns = min(a.start_ns for a in accounts), max(a.end_ns for a in accounts)
     during = tuple(step for step in records if step.end_ns > begin_ns and step.begin_ns < end_ns)
     first = min((step_id for account in accounts for step_id in account.token_steps), default=0)
@@ -112,7 +112,8 @@ async def _steps(
     return during, []
 
 
-def _converted(data: Any, to: Any) -> Any:
+def converted(data: Any, to: Any) -> Any:
+    """Returns None for data of another kind."""
     try:
         return msgspec.convert(data, to)
     except msgspec.ValidationError:

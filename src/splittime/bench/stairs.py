@@ -17,7 +17,6 @@ import asyncio
 import secrets
 import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,6 +24,7 @@ import msgspec
 from splittime.bench import servers
 from splittime.bench.book.records import Arm
 from splittime.bench.draw import draw
+from splittime.bench.own_book import converted
 from splittime.bench.run import run_schedule
 from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError
@@ -123,7 +123,7 @@ async def _sizes(target: Target, is_forced: bool) -> ServerSizes:
     """Raises ConfigError for a server that keeps no books, and for one that is at work."""
     async with aiohttp.ClientSession() as session:
         answer = await ask_first(session, target, FACTS)  # before anything is timed: another server is told at once
-        facts = _facts(answer.json)
+        facts: ServerFacts | None = converted(answer.json, ServerFacts)
         if facts is None:
             raise foreign_server(f"{target.base_url}{FACTS}", answer.status)
         arm = await servers.open_arm(session, target)
@@ -141,13 +141,6 @@ async def _sizes(target: Target, is_forced: bool) -> ServerSizes:
         settings["num_blocks"] * settings["block_size"],
         settings.get("vocab_size") or 0,
     )
-
-
-def _facts(data: Any) -> ServerFacts | None:
-    try:
-        return msgspec.convert(data, ServerFacts)
-    except msgspec.ValidationError:
-        return None
 
 
 async def _at_work(session: aiohttp.ClientSession, arm: Arm, target: Target) -> AsyncIterator[float]:

@@ -13,7 +13,7 @@ import msgspec
 from rich.progress import BarColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from splittime.cli.options import JsonFlag, argument, flag, wide, with_options, write_data
-from splittime.cli.progress import bars, doing
+from splittime.cli.progress import bars, loading
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,7 +79,7 @@ class DistillOptions:
 @with_options(DistillOptions)
 def distill(given: DistillOptions) -> None:
     """Distil a model into a smaller one with the same tokenizer."""
-    with doing("reading"):
+    with loading("reading", at_once=True):
         from splittime.lab.distill import run as local  # brings torch
         from splittime.lab.distill.inputs import DistillRequest
         from splittime.lab.distill.job import DistillSettings

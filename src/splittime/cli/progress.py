@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -38,18 +38,9 @@ def bars(*columns: ProgressColumn, words: Callable[[Task], str]) -> Iterator[Pro
             teller.join()
 
 
-def doing(words: str) -> AbstractContextManager[object]:
-    """A sign of life for what has no parts to count."""
-    console = talk()
-    if console.is_terminal:
-        return console.status(words)
-    console.print(words, markup=False)
-    return nullcontext()
-
-
 @contextmanager
 def loading(words: str, at_once: bool = False) -> Iterator[Say]:
-    """A bar of a start, once it is told how much of it is done; in a log a line now and then, or one at once too."""
+    """A bar once it is told how much is done, else a sign of life; in a log a line now and then, or at once too."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(BAR_COLUMNS))
     with bars(*columns, TimeElapsedColumn(), words=lambda task: task.description) as progress:
         if at_once and not progress.console.is_terminal:

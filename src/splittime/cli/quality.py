@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.cli.options import JsonFlag, argument, flag, switch, wide, with_options
-from splittime.cli.progress import bars, count_words, doing
+from splittime.cli.progress import bars, count_words, loading
 from splittime.core.files import check_writable, write_whole
 from splittime.runner.config import QUANTIZATIONS, Kernels, KVCacheDtype
 from splittime.wire.target import base_of, is_url
@@ -96,7 +96,7 @@ def quality(given: QualityOptions) -> None:
 
     if given.html is not None:
         check_writable(given.html, "html")  # before minutes of measuring, not after
-    with doing("loading the models"):
+    with loading("loading the models", at_once=True):
         prepared = Prepared(_comparison(given))
     with _progress() as tell:
         report = prepared.measure(tell)

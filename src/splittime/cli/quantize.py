@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 
 from splittime.assemble import model_source
 from splittime.cli.options import JsonFlag, ModelArgument, flag, switch, wide, with_options, write_data
-from splittime.cli.progress import bars, count_words, doing
+from splittime.cli.progress import bars, count_words, loading
 from splittime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def quantize(given: QuantizeOptions) -> None:
     if folder.is_file():
         hint = "start from the folder of safetensors that it was made of"
         raise ConfigError(f"{folder.name} is a GGUF file; it is not read here", param="model", hint=hint)
-    with doing("reading the model"):
+    with loading("reading the model", at_once=True):
         from splittime.lab.quantize import calibration, job  # brings torch
         from splittime.lab.quantize.settings import QuantizeSettings, settings_from
 

@@ -18,6 +18,7 @@ import msgspec
 
 from splittime.bench.book.records import Arm, Run, load_run
 from splittime.core.errors import ConfigError, EngineError, NotFound
+from splittime.core.files import SQLITE
 from splittime.ledger.account import PREFILL, ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.facts import ServerFacts
@@ -25,7 +26,6 @@ from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import LedgerFile, open_readonly
 
 Get = Callable[[str], Any]
-SQLITE_BEGIN = b"SQLite format 3\0"
 MAX_ACCOUNTS = 100_000
 MAX_STEPS = 1_000_000
 NEVER_NS = 2**63 - 1
@@ -85,10 +85,10 @@ def books_from_file(path: Path, limit: int = MAX_ACCOUNTS) -> Books:
         raise NotFound(f"no file at {path}", param="file", value=str(path))
     try:
         with path.open("rb") as file:
-            begin = file.read(len(SQLITE_BEGIN))
+            begin = file.read(len(SQLITE))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}", param="file", value=str(path)) from error
-    if begin == SQLITE_BEGIN:
+    if begin == SQLITE:
         with closing(open_readonly(path)) as file:
             return books_from_ledger(file, f"ledger file {path.name}", limit)
     if begin.lstrip()[:1] == b"{":

@@ -27,15 +27,8 @@ gateway's: a request is intended and sent when its account begins, its first chu
 was given. What its client broke off is not counted; whatever else ended with an error, a refusal included, is a
 failure. The two have not asked the same, so they are never paired.
 
-What a comparison is made from: a metric of two sides, and how far the one is off the other.
-
-A side is one arm of one run. `contrast` gives the metric of both sides and the spread of what lies between them: of the
-same requests where they are paired, of each side on its own where not.
-
-How sure a difference is comes from the spread of one pair of runs, and of several runs from Welch's t.
-
-What a reader must know beside the figures, why they may say nothing and what else differs, is `reasons_to_doubt` and
-`notes_of`.
+A side is one arm of one run. `contrast` gives the metric of both sides and the spread of what lies between them.
+`reasons_to_doubt` and `notes_of` say why figures may say nothing, and what else differs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

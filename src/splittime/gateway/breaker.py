@@ -26,8 +26,7 @@ answer takes: that is long where answers are, and says nothing of a queue.
   while more are in flight than may be tell of the last limit, and are not judged.
 
 Either way it falls to half at most, and never below one. Without a standing queue it rises by one, if the limit was
-reached: an upstream that is not asked for more tells nothing about more. It begins at `max_in_flight`, and never
-exceeds that; an upstream that tells nothing has it for good.
+reached. It begins at `max_in_flight`, and never exceeds that; an upstream that tells nothing has it for good.
 
 How many retries a tenant may have: a share of its requests of the latest window, and a few where they are few.
 

@@ -15,8 +15,7 @@ into which it is copied back. Such a block is in the index as soon as that is pl
 A block that another server has sent (`Imports`) comes in the same way: `adopt` takes a block for it and puts it in
 the index, and the next plan copies its content there.
 
-Blocks of the cache whose content another server has sent: which content goes to which block, and until when a block
-may not be sent on, since its content is not there yet.
+Until its content is there, such a block may not be sent on:
 
     adopt ──▶ planned ──take──▶ handed out ──when two more plans were made──▶ like any other block
                  └──given away meanwhile: the content is not wanted any more
@@ -24,15 +23,12 @@ may not be sent on, since its content is not there yet.
 Plans are carried out in order, with one in flight at most while the next is made (ADR 9): when a plan is made, the last
 but one has been carried out.
 
-The second tier of the prefix cache: blocks of host memory (slots) that keep what the device had no room for.
+A slot of the second tier is in one of a block's three states (`kv.blocks`): pinned, while a copy out of it is planned
+and not sent; kept, least recently used first; or free. A name is in one slot at most, and a slot has one name. What is
+copied back to the device stays here, so that its next eviction from there costs no copy.
 
-A slot is in one of a block's three states (`kv.blocks`): pinned, while a copy out of it is planned and not sent; kept,
-least recently used first; or free. A name is in one slot at most, and a slot has one name. What is copied back to the
-device stays here, so that its next eviction from there costs no copy.
-
-Only names and numbers: the bytes are moved by the runner (`runner.kv_store`). `take_moves` hands the moves out for
-the next plan that is sent, which makes all its offloads (block to slot), then all its restores (slot to block), then
-runs its rows; plans are carried out in order. So much has to be kept for that, and `check` verifies it:
+`take_moves` hands the moves out for the next plan that is sent, which makes all its offloads (block to slot), then all
+its restores (slot to block), then runs its rows. So much has to be kept for that, and `check` verifies it:
 
 * a slot is pinned from the match until its restore is handed out: no offload before that can take it;
 * a block whose restore is not handed out yet has no content: given away, it loses the restore and is not offloaded;

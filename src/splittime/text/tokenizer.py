@@ -12,18 +12,14 @@ heeded: it is meant for training. Encoding one text with `encode_batch_fast` loo
 the interpreter's lock for as long as it runs (0.5 s for 400 kB), the batch form lets go of it, and the fast one makes
 no offsets, which nobody reads and which take most of the memory.
 
-What a model's folder says of its tokenizer: `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
-and the chat template, which may stand in a file of its own (`chat_template.jinja` or `.json`).
+A folder's chat template may stand in a file of its own (`chat_template.jinja` or `.json`). Of a list of named templates
+only the one called "default" is used and looked at. Special tokens are those of `tokenizer_config.json`;
+`special_tokens_map.json` says what that leaves out, and, as for Hugging Face, has the last word for older folders,
+whose config has no `added_tokens_decoder`.
 
-Of a list of named templates only the one called "default" is used and looked at. Special tokens are those of
-`tokenizer_config.json`; `special_tokens_map.json` says what that leaves out, and, as for Hugging Face, has the last
-word for older folders, whose config has no `added_tokens_decoder`.
-
-Chat templates: from messages to the prompt's text, as the model's author wrote it in Jinja.
-
-A template comes with the model, so it is somebody else's program: it runs in Jinja's immutable sandbox, sees only the
-messages, the request's options and the special tokens, and whatever it raises is the request's error (400), not ours.
-It can still loop for hours and fill the memory, so a server lets it run in a worker only (`text.process`). It is
+A chat template comes with the model, so it is somebody else's program: it runs in Jinja's immutable sandbox, sees only
+the messages, the request's options and the special tokens, and whatever it raises is the request's error (400), not
+ours. It can still loop for hours and fill the memory, so a server lets it run in a worker only (`text.process`). It is
 compiled without Jinja's optimizer, which would compute `{{ "x" * 10**10 }}` at start.
 
 It gets what templates of the Hugging Face hub expect: `raise_exception`, `strftime_now`, `tojson` without HTML escapes,

@@ -3,16 +3,11 @@
 Each run has prompts of its own, of the same sizes at the same instants, so that no run finds another's in the prefix
 cache. Ctrl-C and SIGTERM end a run; what was changed on the server is undone on the way out.
 
-Three profiles: each a stated set of settings to begin with, and the figure that counts once the SLO is kept.
+Three profiles: each a stated set of settings to begin with, and the figure that counts once the SLO is kept. Each
+states the same knobs, so that none has what a server or a ledger happened to have. What a user sets goes before it.
 
-Each states the same knobs, so that none has what a server or a ledger happened to have. What a user sets goes before
-what a profile says. `splittime tune --compare-profiles` measures them beside each other.
-
-The load of a ledger file: its busiest stretch is sent again, with other tokens in the place of the recorded texts.
-
-A ledger has no texts. It says when requests came, how long they were, and which prefixes they shared. Prompts of other
-tokens are made from that, equal where the recorded ones were equal (`simulate.trace`). Each run has other tokens in
-their places, so that no run finds another's in the prefix cache.
+The load of a ledger file: its busiest stretch is sent again. A ledger has no texts: prompts of other tokens are made,
+equal where the recorded ones were equal (`simulate.trace`).
 """
 
 import asyncio

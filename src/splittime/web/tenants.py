@@ -14,29 +14,21 @@ and from `--api-keys-file`, a TOML file with a table for each:
     tokens_per_minute = 60000        # prompt and output tokens
 
 What an ordinary key may ask for is `TENANT_PATHS`: to generate, to count tokens, and for the accounts of its own
-requests. All else, what comes to be served in future included, is the operator's: steps, facts, traces, gauges and the
-page tell of everybody's requests, and sleep and knobs are everybody's loss.
+requests. All else is the operator's: it tells of everybody's requests, or is everybody's loss.
 
 A tenant's part of the prefix cache is its own, since `cached_tokens`, and the time that a prompt takes, would tell
 whether somebody else had sent the same. What is shared is the queue: a wait tells that others are being served.
 
-A gateway tells a server of ours in one header whose request it passes on, and that shares among those names.
+All requests of a gateway come with its one key. A header says whose request it is: `x-splittime-tenant:
+search;weight=2`. What the server shares (slots, blocks, the time of steps, lanes of texts, its queue) is then shared
+among `KEY/TENANT`, by the key's weight times the tenant's, and accounts say that name. All else stays the key's.
 
-    x-splittime-tenant: search;weight=2
+The header is believed of an operator's key, or where no key is asked for: another key could take the shares of as many
+tenants as it writes names. From such a key it is left alone, also by a strict server: a gateway sends it always. Where
+no key is asked for, anybody could write a weight, so all count alike, with a notice. `core.shares` bounds the names.
 
-All requests of a gateway come with its one key. With this header what the server shares (slots, blocks, the time of
-steps, lanes of texts, its queue) is shared among `KEY/TENANT`, by the key's weight times the tenant's, and accounts say
-that name. All else stays the key's: limits, ids, the prefix cache, kept responses, who may see what.
-
-It is believed of an operator's key, or where no key is asked for: another key could take the shares of as many tenants
-as it writes names. Of others it is a hint that is left alone, with a notice, also by a strict server: a gateway with an
-ordinary key sends it as well, and gets no notice, which its clients would read. Where no key is asked for, anybody
-could write a weight, so that all count alike there, with a notice. `core.shares` bounds how many names are remembered.
-
-How much a key may use: open requests, and what a minute allows.
-
-What a key asks for in one body counts as what it is: each answer (prompts x n), each text to embed or to rank, is one
-of its open requests and one of a minute's. A body with more of them than a limit can ever allow is refused with 400.
+Each answer (prompts x n), each text to embed or to rank, is one of a key's open requests and one of a minute's. A body
+with more of them than a limit can ever allow is refused with 400.
 
 What a minute allows is a bucket that fills evenly and holds a minute's worth. Tokens are reserved before they are used
 and settled when they are known (`QuotaUse`): prompts by their length, answers by the longest of the key's latest ones,

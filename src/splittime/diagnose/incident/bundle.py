@@ -27,6 +27,7 @@ import msgspec
 
 from splittime.core.engine import Part
 from splittime.core.errors import ConfigError, NotFound
+from splittime.core.files import begins_with
 from splittime.diagnose.books import Books, make_books
 from splittime.diagnose.doctor import Diagnosis, diagnose
 from splittime.diagnose.incident.gather import Evidence
@@ -405,12 +406,8 @@ def _lines(records: Iterable[ClosedAccount | StepRecord]) -> bytes:
 
 
 def is_incident(path: Path) -> bool:
-    """Whether the file begins as an incident does. Raises nothing: what it is not, another reader says."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(ZIP_BEGIN)) == ZIP_BEGIN
-    except OSError:
-        return False
+    """Returns whether the file begins as an incident does. Raises nothing: what it is not, another reader says."""
+    return begins_with(path, ZIP_BEGIN)
 
 
 def books_in(path: Path, name: str | None, limit: int) -> Books:

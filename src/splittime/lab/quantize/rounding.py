@@ -15,12 +15,10 @@ dynamic activations has it, a scale for each row, rounded first as well:
 
     s = max|w| / 448,    q = e4m3(clamp(w / s, -448, 448)),    w ~ s q,    ties to even
 
-GPTQ: round one column after the other, and let the columns that follow make up for the error.
-
-Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
-Transformers", 2022, arXiv:2210.17323, algorithm 1. With H = E[x x^T] + damping and U the upper Cholesky factor of its
-inverse, the error of column j in units of U_jj is taken off the columns after it in proportion to U_j. Columns are
-taken in blocks: within one the update is immediate, beyond it once a block.
+GPTQ (Frantar et al. 2022, arXiv:2210.17323, algorithm 1): round one column after the other, and let the columns that
+follow make up for the error. With H = E[x x^T] + damping and U the upper Cholesky factor of its inverse, the error of
+column j in units of U_jj is taken off the columns after it in proportion to U_j. Columns are taken in blocks: within
+one the update is immediate, beyond it once a block.
 
 Act-order takes the columns by falling diagonal of H, the ones that matter first; groups are then of columns that follow
 each other in that order, and `group_of` says which is in which. With static groups they stay of neighbouring columns:

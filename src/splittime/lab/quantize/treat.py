@@ -13,25 +13,21 @@ gathered in one pass over the text.
 
 Scales of input channels: what the weights' columns are multiplied by before rounding, and the inputs divided by.
 
-AWQ makes the channels that see large activations finer, by scaling them up before rounding and down after.
-
-Lin et al.: "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023, arXiv:2306.00978.
-For inputs x and weights W, Q(W diag(s)) diag(s)^-1 x with s = mean|x|^a; a is searched on a grid for the least error of
-the outputs (their equations 4 and 5), a = 0 being plain rounding. Then each group's range is cut where that
-makes the group's part of the output better (their section on clipping).
+AWQ (Lin et al. 2023, arXiv:2306.00978) makes the channels that see large activations finer, by scaling them up before
+rounding and down after. For inputs x and weights W, Q(W diag(s)) diag(s)^-1 x with s = mean|x|^a; a is searched on a
+grid for the least error of the outputs (equations 4 and 5), a = 0 being plain rounding. Then each group's range is cut
+where that makes the group's part of the output better (section on clipping).
 
 The errors are taken from `Moments`: tr(D gram D^T) over all rows, or `MAX_ROWS` of them evenly spaced: all rows share
 s, and a sample of them chooses it as well. Clipping takes the group's own block of the gram matrix.
 
 SmoothQuant moves what is hard to round from the activations into the weights, so that an outlier channel no longer sets
-the scale of the whole token. Xiao et al.: "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
-Language Models", 2022, arXiv:2211.10438, equation 4: s_j = max|x_j|^a / max|W_j|^(1 - a).
+the scale of the whole token (Xiao et al. 2022, arXiv:2211.10438, equation 4): s_j = max|x_j|^a / max|W_j|^(1 - a).
 
 Which weights to make zero. Ties keep the first column, so that a result depends on nothing but its input.
 
 * magnitude: |W_ij|; unstructured, over the whole weight.
-* wanda: |W_ij| times the norm of input j, compared within each row (Sun, Liu, Bair, Kolter: "A Simple and Effective
-  Pruning Approach for Large Language Models", 2023, arXiv:2306.11695, section 3).
+* wanda: |W_ij| times the norm of input j, compared within each row (Sun et al. 2023, arXiv:2306.11695, section 3).
 * 2:4: of each four neighbouring columns the two with the lower scores.
 """
 
