@@ -27,6 +27,7 @@ REWRITTEN = (
     (re.compile(r"today\.sqlite(?! --check)"), "known.sqlite"),
     (re.compile(r"(splittime quality .*)--tokens \d+"), r"\1--tokens 1000 --length short"),
     (re.compile(r"--minutes \d+"), "--tokens 2048 --step-tokens 1024"),
+    (re.compile(r"^(splittime tune .*)", re.MULTILINE), r"\1 --minutes 1"),  # nothing begins after it
     (re.compile(r"--calibrate text.txt"), "--calibrate text.txt --samples 8 --length 64"),
     (re.compile(r"splittime explain"), "splittime explain --url http://127.0.0.1:8000"),
     (re.compile(r"splittime doctor$", re.MULTILINE), "splittime doctor http://127.0.0.1:8000"),

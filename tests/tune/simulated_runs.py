@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import known_replicas
 import msgspec
@@ -46,6 +46,7 @@ class SimulatedRuns:
     """A maker of runs. factors: how long steps take with a value of a knob that only measuring can judge."""
 
     is_live = False
+    load: ClassVar[dict[str, Any]] = LOAD
 
     def __init__(self, config: SchedulerConfig, goal: Goal, factors: Mapping[tuple[str, Any], float] | None = None):
         self.config, self.goal, self.factors = config, goal, dict(factors or {})
@@ -63,10 +64,10 @@ class SimulatedRuns:
         rng = random.Random(f"{changes} {number}")
         replica = replica_with(self.config, factor * rng.uniform(0.99, 1.01))
         limits = ServerLimits(vocab_size=1000, max_model_len=self.config.max_model_len, block_size=16)
-        schedule = draw_for(LOAD, limits)
+        schedule = draw_for(self.load, limits)
         requests = list(asked_requests(asked_of(schedule), replica.approach, self.config.max_model_len))
         books = replica.run(requests, Change(predicted), seed=number)
-        run = run_of(books, self.goal.slo, LOAD["warm_up_s"] / (LOAD["warm_up_s"] + LOAD["duration_s"]))
+        run = run_of(books, self.goal.slo, self.load["warm_up_s"] / (self.load["warm_up_s"] + self.load["duration_s"]))
         return self._with_facts(run, changes, {p.index: p.output_tokens for p in schedule.requests})
 
     def _with_facts(self, run: Run, changes: Mapping[str, Any], asked: Mapping[int, int]) -> Run:

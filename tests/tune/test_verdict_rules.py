@@ -6,13 +6,25 @@ from collections.abc import Mapping
 import client_runs
 import msgspec
 import pytest
-from simulated_runs import HEALTHY, SimulatedRuns, load, measurer
+from simulated_runs import HEALTHY, LOAD, SimulatedRuns, load, measurer
 
 from splittime.bench.book.records import Run
 from splittime.bench.book.slo import parse_slo
 from splittime.diagnose.compare import compare
 from splittime.diagnose.comparison import Verdict
-from splittime.tune.goal import CLEARLY, LOOKS, Goal, Score, Verified, decided, gain, middle, score_of, verify
+from splittime.tune.goal import (
+    CLEARLY,
+    LOOKS,
+    Goal,
+    Score,
+    Verified,
+    decided,
+    gain,
+    has_all_that_was_asked,
+    middle,
+    score_of,
+    verify,
+)
 from splittime.tune.knobs import KNOBS
 from splittime.tune.measure import TimeBudget
 from splittime.tune.tuner import Tuner
@@ -161,3 +173,23 @@ def test_better_numbers_are_not_kept_where_no_gate_asks_whether_they_are_good(
     assert found.trials
     assert ("max_num_seqs" in found.changes) is not changes_numbers
     assert (found.trials[0].verdict is Verdict.BETTER) is not changes_numbers
+
+
+@pytest.mark.parametrize(("slots", "duration_s", "done"), [(64, 2.0, 12), (64, 10.0, 12), (2, 2.0, 0), (4, 10.0, 0)])
+def test_a_kept_slo_is_done_unless_the_server_falls_behind(slots: int, duration_s: float, done: int) -> None:
+    """An answer takes about a second. Those under way as a window of two seconds begins and ends are no shortage."""
+    goal = Goal(slo=parse_slo("ttft_p99=100s"))
+    runs = SimulatedRuns(msgspec.structs.replace(HEALTHY, max_num_seqs=slots), goal, {("num_threads", 1): 12.0})
+    found = []
+    for seed in range(12):
+        runs.load = {
+            **LOAD,
+            "rate": 5.0,
+            "duration_s": duration_s,
+            "warm_up_s": 2.0,
+            "output_tokens": "60",
+            "seed": seed,
+        }
+        run = runs.make({"num_threads": 1}, 0)
+        found.append(has_all_that_was_asked(run, goal, score_of(run, goal)))
+    assert sum(found) == done, found
