@@ -92,7 +92,7 @@ def test_errors_are_the_clients_own_classes(client, live: LiveServer) -> None:
         client.chat.completions.create(
             model="fake", messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
         )
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match="served: fake"):
         client.chat.completions.create(model="other", messages=USER)
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{live.url}/v1", api_key="wrong", max_retries=0).models.list()

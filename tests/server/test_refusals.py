@@ -146,6 +146,17 @@ def test_a_client_of_another_api_is_told_which_one_this_is(live, path: str, word
     assert word in answer["error"]["hint"]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"])
+def test_the_message_of_every_api_ends_with_the_way_out(live, path: str) -> None:
+    """Clients show nothing else of an error."""
+    text = {"input": "x"} if path == "/v1/responses" else {"messages": USER}
+    status, _, answer = live.post(path, {"model": "gpt-4", "max_tokens": 4, **text})
+    error = answer["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert (status, said.count("served: "), said.count("gpt-4")) == (404, 1, 1), said
+    assert isinstance(error, str) or said.endswith(f"; {error['hint']}")
+
+
 def test_a_refusal_names_the_way_out_in_a_line(live) -> None:
     def refused(path: str, body: dict) -> dict:
         return live.post(path, body)[2]["error"]

@@ -52,14 +52,13 @@ def _call(call: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def error(status: int, body: bytes) -> bytes:
-    """Returns the error in this API's form: its type goes by the status, and its message says the way out."""
+    """Returns the error in this API's form: its type goes by the status."""
     return orjson.dumps(_error(orjson.loads(body)["error"], status))
 
 
 def _error(found: dict[str, Any], status: int) -> dict[str, Any]:
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    said = f"{found['message']}; {found['hint']}" if found.get("hint") else found["message"]
-    return {"type": "error", "error": {**found, "type": kind, "message": said}}
+    return {"type": "error", "error": {**found, "type": kind}}
 
 
 class MessageEvents:

@@ -232,5 +232,4 @@ def embedded(body: bytes, *, is_older: bool) -> bytes:
 
 
 def error_of(told: dict[str, Any]) -> dict[str, Any]:
-    found = told["error"]
-    return {"error": f"{found['message']}; {found['hint']}" if found.get("hint") else found["message"]}
+    return {"error": told["error"]["message"]}

@@ -209,9 +209,9 @@ ERROR_CLASSES: tuple[type[SplittimeError], ...] = (
 
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
-    """The JSON body of an error, as OpenAI clients read it (`type`, `code`, `param`) with our value, limit and hint."""
+    """Returns the JSON body of an error. Its message ends with the hint: clients of every API show no other field."""
     fields = {
-        "message": info.message,
+        "message": f"{info.message}; {info.hint}" if info.hint else info.message,
         "type": info.kind,
         "param": info.param,
         "code": info.code,

@@ -85,8 +85,9 @@ def error_event(path: str, info: ErrorInfo) -> bytes:
     if path in OF_ANTHROPIC:
         told = message_answers.error(info.status, plain.removeprefix(b"data: ").rstrip())
     elif path == RESPONSES:
-        named = {"type": "error", "code": info.code, "message": info.message, "param": info.param}
-        told = msgspec.json.encode({**named, **error_body(info)})
+        body = error_body(info)
+        named = {name: body["error"][name] for name in ("code", "message", "param")}
+        told = msgspec.json.encode({"type": "error", **named, **body})
     else:
         return plain
     return b"event: error\ndata: %b\n\n" % told

@@ -8,7 +8,7 @@ export class KeyNeeded extends Error {}
 export class Refused extends Error {
   constructor(status, body) {
     const said = body?.error;
-    super(said ? `${said.message}${said.hint ? ` (${said.hint})` : ""}` : `the server answered ${status}`);
+    super(said ? said.message : `the server answered ${status}`);
     this.status = status;
   }
 }
