@@ -10,7 +10,7 @@ from test_against_median import plain
 from ward import Case, Ward, ids
 
 from splittime.diagnose.against_median import compare
-from splittime.diagnose.attribution import Computed, attribution
+from splittime.diagnose.attribution import Computed, attribution, owners_between
 from splittime.diagnose.books import Books, make_books
 from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
 from splittime.ledger import derive
@@ -62,6 +62,39 @@ def test_an_engine_that_was_stopped_is_told_wherever_it_is_asked():
     (first, *_) = compare(hit, of_ward).differences
     assert first.stage == Computed.STOPPED
     assert first.own_ns == pytest.approx(stopped_ms * 1e6, abs=1)
+
+
+def test_one_name_has_one_figure_and_the_lines_sum():
+    """Of a request that queues while the engine is stopped: the stop was in its queue above, and not in it below."""
+    cases = [Case(20 * i, ids(30, i), 60) for i in range(30)]
+    of_ward = Ward(settings={"max_num_seqs": 2}, stops_ms=[(600, 200)]).run(*cases)
+    for account in of_ward.accounts:
+        shown = plain(explain(account, of_ward))
+        lines = re.findall(r"^(\w+(?:: \w+)?) +\|.{32}\| *([\d.]+) +[\d.]+$", shown, re.MULTILINE)
+        table = {name: float(ms) for name, ms in lines}
+        assert sum(table.values()) == pytest.approx(derive.e2e_ns(account) / 1e6, abs=0.1)  # seconds have one digit
+        told = dict(re.findall(r"^(\w+(?:: \w+)?) ([\d.]+) ms: ", shown, re.MULTILINE))
+        assert {name: float(ms) for name, ms in told.items()}.items() <= table.items()
+        owned = owners_between(of_ward, account, account.start_ns, account.end_ns)
+        assert table.get("engine_stopped", 0.0) == pytest.approx(owned.get("engine_stopped", 0.0) / 1e6, abs=1e-3)
+        (whole,) = re.findall(r"By whose doing: ([^.]+(?:\.\d[^.]+)*)\.", " ".join(shown.split()))
+        by = {name: float(ms) for ms, name in re.findall(r"([\d.]+) ms ([\w() ]+)", whole)}
+        assert {name for name in by.keys() & table.keys() if abs(by[name] - table[name]) > 2e-3} == set()
+        assert min(by.values()) > 0
+    assert {"engine_stopped", "queue: batch_slots"} <= told.keys() | table.keys()
+
+
+def test_a_line_is_marked_where_its_time_was():
+    of_ward = Ward(stops_ms=[(300, 200)]).run(Case(0, ids(30, 1), 100))
+    (account,) = of_ward.accounts
+    marks = dict(re.findall(r"^(\w+)(?:: \w+)? +\|(.{32})\|", plain(explain(account, of_ward)), re.MULTILINE))
+    stopped = max(of_ward.steps, key=lambda step: step.end_ns - step.begin_ns)
+    edges = (stopped.begin_ns, stopped.end_ns)
+    begin, end = (round(32 * (at_ns - account.start_ns) / derive.e2e_ns(account)) for at_ns in edges)
+    assert end - begin > 6
+    assert set(marks["engine_stopped"][begin + 1 : end - 1]) == {"#"}, marks
+    assert set(marks["engine_stopped"][: begin - 1] + marks["engine_stopped"][end + 1 :]) == {" "}, marks
+    assert set(marks["decode"][end + 1 : 31]) == {"#"}, marks
 
 
 def test_a_pause_is_no_want_of_work():

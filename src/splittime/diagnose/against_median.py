@@ -12,7 +12,6 @@ requests that had what it waited for in the steps that ran meanwhile:
 Longer answers take longer: what more tokens account for is told apart from what each token took more.
 """
 
-import textwrap
 from collections.abc import Sequence
 
 import msgspec
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from splittime.diagnose.attribution import DEPRIVED, Told, meaning, stages_and_stops
 from splittime.diagnose.books import Books
+from splittime.diagnose.explain_trace import wrapped
 from splittime.diagnose.rules.evidence import is_whole, median, ms
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -33,7 +33,6 @@ WORTH_TELLING_NS = 1_000_000
 _BY_TOKENS = (Cause.TOKEN_BUDGET, Cause.STEP_IN_FLIGHT)
 _WAITS = (Stage.TOKENIZE_QUEUE, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
 _COMPUTES = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
-_LINE = 80
 
 
 class Blamed(msgspec.Struct, frozen=True):
@@ -198,20 +197,16 @@ def _blame(key: Told, blamed: Blamed) -> tuple[int, int]:
 def comparison_text(comparison: MedianComparison) -> Text:
     """For people, in 80 columns."""
     if comparison.thin is not None:
-        return Text(_wrapped(f"Not compared: {comparison.thin}."))
+        return Text(wrapped(f"Not compared: {comparison.thin}."))
     assert comparison.usual_ns is not None
     heading = f"Against the median of {comparison.num_others} others with {comparison.bucket} prompt tokens: "
     heading += f"{_shown(comparison.own_ns)} against {_shown(comparison.usual_ns)}."
-    text = Text(_wrapped(heading), style="bold")
+    text = Text(wrapped(heading), style="bold")
     for difference in comparison.differences:
-        text.append(_wrapped("- " + difference.sentence), style="not bold")
+        text.append(wrapped("- " + difference.sentence), style="not bold")
     if not comparison.differences:
         text.append("Nothing took a millisecond longer than usual.\n", style="not bold")
     return text
-
-
-def _wrapped(sentence: str) -> str:
-    return textwrap.fill(sentence, _LINE, subsequent_indent="  ") + "\n"
 
 
 def _shown(duration_ns: float) -> str:

@@ -110,8 +110,8 @@ class Attribution(msgspec.Struct, frozen=True):
 def attribution(books: Books) -> Attribution:
     accounts = served(books.accounts)
     times_ns: dict[Owner, dict[str, float]] = {}
-    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
-        for _, owner, ns in owned:
+    for account, pieces in zip(accounts, owned(books, accounts), strict=True):
+        for _, owner, ns in pieces:
             of_owner = times_ns.setdefault(str(owner), {})
             of_owner[account.request_id] = of_owner.get(account.request_id, 0.0) + ns
     return Attribution(times_ns, max(1, sum(account.end_ns - account.start_ns for account in accounts)))
@@ -120,9 +120,9 @@ def attribution(books: Books) -> Attribution:
 def owners_between(books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> dict[Owner, float]:
     """Returns whose a request's time from then to then was, the largest first. It sums to that time, so far as the
     request was there."""
-    cut = msgspec.structs.replace(account, intervals=tuple(_cut(account.intervals, begin_ns, end_ns)))
+    parts = msgspec.structs.replace(account, intervals=tuple(cut(account.intervals, begin_ns, end_ns)))
     found: Counter[Owner] = Counter()
-    for interval, owner, ns in next(_owned(books, [cut])):
+    for interval, owner, ns in next(owned(books, [parts])):
         if begin_ns <= interval.begin_ns < end_ns:
             found[str(owner)] += ns  # type: ignore[assignment]
     return dict(found.most_common())
@@ -131,25 +131,30 @@ def owners_between(books: Books, account: ClosedAccount, begin_ns: int, end_ns: 
 def stages_and_stops(books: Books, accounts: Sequence[ClosedAccount]) -> Iterator[dict[Told, int]]:
     """Yields the times of each account by stage and cause, but for what kept the engine's thread from running, which
     is told by itself. They sum to the account's with `==`."""
-    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
+    for account, pieces in zip(accounts, owned(books, accounts), strict=True):
         found: Counter[Told] = Counter()
-        for interval, owner, ns in owned:
-            key = (owner, None) if owner in DEPRIVED else (interval.stage, interval.cause)
-            found[key] += round(ns)
-        yield derive.apportion(account.end_ns - account.start_ns, found) if found else {}
+        for piece in pieces:
+            found[told_as(piece)] += piece[2]  # type: ignore[assignment]
+        yield derive.apportion(account.end_ns - account.start_ns, {told: round(ns) for told, ns in found.items()})
+
+
+def told_as(piece: Owned) -> Told:
+    """Returns the name under which a piece of a request's time is told."""
+    interval, owner, _ = piece
+    return (owner, None) if owner in DEPRIVED else (interval.stage, interval.cause)
 
 
 def in_stages(books: Books, wanted: Owner, stages: Collection[Stage]) -> dict[str, float]:
     """Returns, by request id, the time that this owner has of it in these stages."""
     accounts = served(books.accounts)
     found: dict[str, float] = {}
-    for account, owned in zip(accounts, _owned(books, accounts), strict=True):
-        ns = sum(ns for interval, owner, ns in owned if owner == wanted and interval.stage in stages)
+    for account, pieces in zip(accounts, owned(books, accounts), strict=True):
+        ns = sum(ns for interval, owner, ns in pieces if owner == wanted and interval.stage in stages)
         found |= {account.request_id: ns} if ns else {}
     return found
 
 
-def _cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInterval]:
+def cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInterval]:
     """Yields the intervals, in two where one of the instants lies within."""
     for interval in intervals:
         inside = sorted(at for at in at_ns if interval.begin_ns < at < interval.end_ns)
@@ -157,7 +162,7 @@ def _cut(intervals: Iterable[StageInterval], *at_ns: int) -> Iterator[StageInter
             yield msgspec.structs.replace(interval, begin_ns=begin_ns, end_ns=end_ns)
 
 
-def _owned(books: Books, accounts: Sequence[ClosedAccount]) -> Iterator[list[Owned]]:
+def owned(books: Books, accounts: Sequence[ClosedAccount]) -> Iterator[list[Owned]]:
     """Yields the pieces of each account, in the order of time; those of no length are left out."""
     parts = iter(timeline(books).within([interval for account in accounts for interval in account.intervals]))
     own_ns = _own_prompt_ns(books)

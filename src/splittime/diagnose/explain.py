@@ -6,72 +6,64 @@
 Plain text first: it fits 80 columns and says the same without colour. A line's marks stand where in the request's time
 the stage was: `#` for most of that column's time, `.` for some of it.
 
-The waterfall is the account. Whose the time was, of the whole and of the longest gap between two tokens, is what the
-doctor says of it (`attribution`): an engine that was stopped while it computed is told as one that was stopped.
+The waterfall is the account, but for what kept the engine's thread from running: that is a line of its own, here as
+in all that is told below (`attribution`), so that a name has one figure.
 """
 
-import textwrap
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from rich.text import Text
 
-from splittime.diagnose.attribution import BY_DEPRIVED, DEPRIVED, Told, meaning, owners_between, stages_and_stops
+from splittime.diagnose.attribution import (
+    BY_DEPRIVED,
+    DEPRIVED,
+    Told,
+    cut,
+    meaning,
+    owned,
+    owners_between,
+    stages_and_stops,
+    told_as,
+)
 from splittime.diagnose.books import NO_BOOKS, Books
-from splittime.diagnose.explain_trace import attempt_lines, in_ms
+from splittime.diagnose.explain_trace import attempt_lines, in_ms, wrapped
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
-from splittime.ledger.stages import Cause, Stage
+from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord, device_time, sentence
 
-LINE_COLUMNS = 80
 TIMELINE_COLUMNS = 32
 BAR_COLUMNS = 60
 LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
-STYLES: dict[str, str] = {
-    Stage.RECEIVE: "cyan",
-    Stage.TOKENIZE_QUEUE: "red",
-    Stage.TOKENIZE: "cyan",
-    Stage.ADMIT: "cyan",
-    Stage.ROUTE: "cyan",
-    Stage.CACHE: "green",
-    Stage.UPSTREAM: "green",
-    Stage.NETWORK: "magenta",
-    Stage.HANDOFF: "cyan",
-    Stage.QUEUE: "red",
-    Stage.PREFILL: "blue",
-    Stage.PREFILL_STALL: "red",
-    Stage.DECODE: "green",
-    Stage.DECODE_STALL: "red",
-    Stage.PREEMPTED: "red",
-    Stage.RECOMPUTE: "magenta",
-    Stage.DELIVER: "yellow",
-    Stage.CLIENT_WAIT: "yellow",
-    Stage.UNATTRIBUTED: "bold red",
+COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)  # as owners they have the device's part of their steps alone
+_LOOKS: dict[Stage, tuple[str, str]] = {  # of each stage its letter in a bar, and its colour
+    Stage.RECEIVE: ("r", "cyan"),
+    Stage.TOKENIZE_QUEUE: ("w", "red"),
+    Stage.TOKENIZE: ("t", "cyan"),
+    Stage.ADMIT: ("a", "cyan"),
+    Stage.ROUTE: ("o", "cyan"),
+    Stage.CACHE: ("C", "green"),
+    Stage.UPSTREAM: ("U", "green"),
+    Stage.NETWORK: ("N", "magenta"),
+    Stage.HANDOFF: ("h", "cyan"),
+    Stage.QUEUE: ("q", "red"),
+    Stage.PREFILL: ("P", "blue"),
+    Stage.PREFILL_STALL: ("p", "red"),
+    Stage.DECODE: ("D", "green"),
+    Stage.DECODE_STALL: ("d", "red"),
+    Stage.PREEMPTED: ("x", "red"),
+    Stage.RECOMPUTE: ("R", "magenta"),
+    Stage.DELIVER: ("v", "yellow"),
+    Stage.CLIENT_WAIT: ("c", "yellow"),
+    Stage.UNATTRIBUTED: ("?", "bold red"),
 }
-LETTERS: dict[Stage, str] = {
-    Stage.RECEIVE: "r",
-    Stage.TOKENIZE_QUEUE: "w",
-    Stage.TOKENIZE: "t",
-    Stage.ADMIT: "a",
-    Stage.ROUTE: "o",
-    Stage.CACHE: "C",
-    Stage.UPSTREAM: "U",
-    Stage.NETWORK: "N",
-    Stage.HANDOFF: "h",
-    Stage.QUEUE: "q",
-    Stage.PREFILL: "P",
-    Stage.PREFILL_STALL: "p",
-    Stage.DECODE: "D",
-    Stage.DECODE_STALL: "d",
-    Stage.PREEMPTED: "x",
-    Stage.RECOMPUTE: "R",
-    Stage.DELIVER: "v",
-    Stage.CLIENT_WAIT: "c",
-    Stage.UNATTRIBUTED: "?",
-}
+LETTERS = {stage: letter for stage, (letter, _) in _LOOKS.items()}
+STYLES: dict[str, str] = {stage: style for stage, (_, style) in _LOOKS.items()}
 _NO_CAUSE: dict[str, str] = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
 WAITS = (
     Stage.TOKENIZE_QUEUE,
@@ -83,25 +75,23 @@ WAITS = (
     Stage.UNATTRIBUTED,
 )
 
-Key = tuple[Stage, Cause | None]
-
 
 def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
     """The whole story of one request. books: of its server."""
-    totals_ns = derive.stage_totals_ns(account)
-    text = _heading(account)
-    for key, total_ns in totals_ns.items():
-        text.append_text(_stage_line(account, key, total_ns))
+    totals_ns = next(stages_and_stops(books, [account]))
+    text, covered = _heading(account), _covered(account, books)
+    for told, total_ns in sorted(totals_ns.items(), key=lambda each: each[0][0] in DEPRIVED):
+        text.append_text(_stage_line(account, told, total_ns, covered[told]))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{in_ms(sum(totals_ns.values())):>10}  100.0\n")
-    text.append_text(_waits(next(stages_and_stops(books, [account]))))
-    text.append("".join(_wrapped(line) for line in attempt_lines(account)))
+    text.append_text(_waits(totals_ns))
+    text.append("".join(wrapped(line) for line in attempt_lines(account)))
     in_its_time = steps_of(account, books.steps)
     if in_its_time:
-        text.append(_wrapped(owners_sentence("By whose doing", books, account, account.start_ns, account.end_ns)))
+        text.append(wrapped(owners_sentence("By whose doing", books, account, account.start_ns, account.end_ns)))
     text.append_text(_tokens(account, in_its_time, books))
     text.append(_copies(account, in_its_time))
     device = device_time(in_its_time)
-    return text if device is None else text.append(_wrapped(sentence(device)))
+    return text if device is None else text.append(wrapped(sentence(device)))
 
 
 def steps_of(account: ClosedAccount, steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -132,12 +122,12 @@ def _heading(account: ClosedAccount) -> Text:
     if account.ahead_tokens:
         in_host += f", {account.ahead_tokens} of them computed ahead in {account.ahead_ns / 1e6:.1f} ms"
     cached = f" ({account.cached_tokens} cached{in_host})" if account.cached_tokens else ""
-    preempted = f", {_many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
-    asked, answered = _many(account.prompt_tokens, "prompt token"), _many(account.output_tokens, "output token")
+    preempted = f", {many(account.num_preemptions, 'preemption')}" if account.num_preemptions else ""
+    asked, answered = many(account.prompt_tokens, "prompt token"), many(account.output_tokens, "output token")
     tokens = f"{asked}{cached}, {answered}{_reasoned(account)}{preempted}"
-    text.append(_wrapped(f"{tokens}, {in_ms(derive.e2e_ns(account))} ms from first byte to last"))
+    text.append(wrapped(f"{tokens}, {in_ms(derive.e2e_ns(account))} ms from first byte to last"))
     if account.error is not None:
-        text.append(_wrapped(account.error.message), style="red")
+        text.append(wrapped(account.error.message), style="red")
     return text.append(f"\n{'stage: cause':<29}{'from 0 to end':<{TIMELINE_COLUMNS + 2}}{'ms':>10}{'%':>7}\n", "dim")
 
 
@@ -147,27 +137,30 @@ def _reasoned(account: ClosedAccount) -> str:
     return f" ({account.reasoning_tokens} of reasoning{bound})" if account.reasoning_tokens else ""
 
 
-def _stage_line(account: ClosedAccount, key: Key, total_ns: int) -> Text:
-    stage, cause = key
-    name = f"{stage.value}: {cause.value}" if cause is not None else stage.value
+def _stage_line(account: ClosedAccount, told: Told, total_ns: int, covered: Sequence[float]) -> Text:
+    name = _name(told)
     percent = 100 * total_ns / max(1, derive.e2e_ns(account))
     text = Text(f"{name:<29}|")
-    text.append(_timeline(account, key), style=STYLES[stage])
+    marks = "".join("#" if share >= 0.5 else "." if share > 0 else " " for share in covered)
+    text.append(marks, style=STYLES.get(told[0], "red"))
     room = 10 - max(0, len(name) - 29)  # a long name moves its bar, not the figures
     return text.append(f"|{in_ms(total_ns):>{room}}{percent:>7.1f}\n")
 
 
-def _timeline(account: ClosedAccount, key: Key) -> str:
-    """One mark for each column of time: how much of it this stage and cause took."""
+def _name(told: Told) -> str:
+    return str(told[0]) if told[1] is None else f"{told[0]}: {told[1]}"
+
+
+def _covered(account: ClosedAccount, books: Books) -> dict[Told, list[float]]:
+    """Returns, by what is told in a line, its share of each column of time."""
     wall_ns = max(1, derive.e2e_ns(account))
-    covered = [0.0] * TIMELINE_COLUMNS
-    for interval in account.intervals:
-        if (interval.stage, interval.cause) == key:
-            begin = (interval.begin_ns - account.start_ns) * TIMELINE_COLUMNS / wall_ns
-            end = (interval.end_ns - account.start_ns) * TIMELINE_COLUMNS / wall_ns
-            for column in range(int(begin), min(int(end) + 1, TIMELINE_COLUMNS)):
-                covered[column] += max(0.0, min(end, column + 1) - max(begin, column))
-    return "".join("#" if share >= 0.5 else "." if share > 0 else " " for share in covered)
+    edges = [account.start_ns + wall_ns * column // TIMELINE_COLUMNS for column in range(TIMELINE_COLUMNS)]
+    columns = msgspec.structs.replace(account, intervals=tuple(cut(account.intervals, *edges)))
+    found: dict[Told, list[float]] = defaultdict(lambda: [0.0] * TIMELINE_COLUMNS)
+    for piece in next(owned(books, [columns])):
+        column = bisect_right(edges, piece[0].begin_ns) - 1
+        found[told_as(piece)][column] += piece[2] * TIMELINE_COLUMNS / wall_ns
+    return found
 
 
 def _waits(totals_ns: Mapping[Told, int]) -> Text:
@@ -175,9 +168,9 @@ def _waits(totals_ns: Mapping[Told, int]) -> Text:
     waits = [(ns, told) for told, ns in totals_ns.items() if told[0] in (*WAITS, *DEPRIVED) and ns > 0]
     text = Text("\n" if waits else "")
     for duration_ns, (stage, cause) in sorted(waits, key=lambda wait: -wait[0]):
-        name = f"{stage}: {cause}" if cause is not None else str(stage)
+        name = _name((stage, cause))
         why = f"{meaning(cause or stage).rstrip('.')}." + (_NO_CAUSE.get(stage, "") if cause is None else "")
-        line = Text(_wrapped(f"{name} {in_ms(duration_ns)} ms: {why}"))
+        line = Text(wrapped(f"{name} {in_ms(duration_ns)} ms: {why}"))
         line.stylize(STYLES.get(stage, "red"), 0, len(name))
         text.append_text(line)
     return text
@@ -186,7 +179,8 @@ def _waits(totals_ns: Mapping[Told, int]) -> Text:
 def owners_sentence(of: str, books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> str:
     """Returns whose this part of the request's time was, the longest first, as the doctor counts it."""
     found = owners_between(books, account, begin_ns, end_ns)
-    return f"{of}: {'; '.join(f'{ns / 1e6:.3f} ms {owner}' for owner, ns in found.items() if ns >= 0.5)}."
+    names = {owner: f"{owner} (device)" if owner in COMPUTED else owner for owner in found}
+    return f"{of}: {'; '.join(f'{ns / 1e6:.3f} ms {names[owner]}' for owner, ns in found.items() if ns >= 500)}."
 
 
 def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -> Text:
@@ -197,9 +191,9 @@ def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -
     at_once = f" (all at once: the first was ready after {in_ms(derive.first_ready_ns(account) or ttft_ns)} ms)"
     told = f"TTFT {in_ms(ttft_ns)} ms{at_once if tpot_ns is None else f', TPOT {in_ms(tpot_ns)} ms'}"
     if stall is None:
-        return Text("\n" + _wrapped(told))
+        return Text("\n" + wrapped(told))
     gaps = derive.percentiles(derive.itl_ns(account), (50, 99))
-    text = Text("\n" + _wrapped(f"{told}, ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms"))
+    text = Text("\n" + wrapped(f"{told}, ITL p50 {in_ms(gaps['p50'])} p99 {in_ms(gaps['p99'])} ms"))
     text.append(f"Longest gap {in_ms(stall.duration_ns)} ms, before token {stall.token_index}, ")
     text.append(f"which step {stall.step_id} made.\n")
     return text.append_text(_steps_of_stall(account, stall, steps, books))
@@ -214,11 +208,11 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
     longest = max(during, key=lambda step: step.end_ns - step.begin_ns)
     others = [row for row in longest.rows if row[0] != account.request_id]
     took = f"{in_ms(longest.end_ns - longest.begin_ns)} ms ({_device(longest, books)}{_how(longest)})"
-    held = f"{longest.prefill_tokens} prefill and {_many(longest.decode_tokens, 'decode token')}"
-    ran = f"{_many(len(during), 'step')} ran meanwhile"
-    text = Text(_wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
+    held = f"{longest.prefill_tokens} prefill and {many(longest.decode_tokens, 'decode token')}"
+    ran = f"{many(len(during), 'step')} ran meanwhile"
+    text = Text(wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
     begin_ns, end_ns = account.token_ready_ns[stall.token_index - 1 : stall.token_index + 1]
-    text.append(_wrapped(owners_sentence("Of the gap", books, account, begin_ns, end_ns)))
+    text.append(wrapped(owners_sentence("Of the gap", books, account, begin_ns, end_ns)))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
         text.append(f"  with it: {request_id}, {num_tokens} at position {start}\n")
     if len(others) > MAX_NEIGHBOURS:
@@ -251,13 +245,10 @@ def _copies(account: ClosedAccount, steps: Sequence[StepRecord]) -> str:
         (sum(step.restored_blocks for step in own), "from", sum(step.restore_ns for step in own)),
         (sum(step.offloaded_blocks for step in own), "to", sum(step.offload_ns for step in own)),
     )
-    parts = [f"{_many(blocks, 'block')} {way} host memory in {in_ms(ns)} ms" for blocks, way, ns in told if blocks]
-    return _wrapped(f"Its steps copied {' and '.join(parts)}.") if parts else ""
+    parts = [f"{many(blocks, 'block')} {way} host memory in {in_ms(ns)} ms" for blocks, way, ns in told if blocks]
+    return wrapped(f"Its steps copied {' and '.join(parts)}.") if parts else ""
 
 
-def _many(number: int, thing: str) -> str:
+def many(number: int, thing: str) -> str:
+    """Returns a number with what it counts."""
     return f"{number} {thing}{'s' * (number != 1)}"
-
-
-def _wrapped(words: str) -> str:
-    return textwrap.fill(words, LINE_COLUMNS, subsequent_indent="  ") + "\n"

@@ -206,6 +206,11 @@ def in_ms(duration_ns: float) -> str:
     return f"{duration_ns / 1e6:.3f}" if duration_ns < 1e9 else f"{duration_ns / 1e6:.1f}"
 
 
+def wrapped(words: str) -> str:
+    """Returns a sentence in lines that fit."""
+    return textwrap.fill(words, LINE_COLUMNS, subsequent_indent="  ") + "\n"
+
+
 def _lines_of(attempt: attempts.Attempt) -> Iterator[str]:
     others = ", ".join(map(_considered_words, attempt.considered))
     ending = attempt.error or f"answered {attempt.status}"
@@ -283,7 +288,7 @@ def explain_trace(path: CriticalPath) -> Text:
     total_ns = sum(section.duration_ns for section in path.sections)
     text.append(f"{'sum':<{NAME_COLUMNS + TIMELINE_COLUMNS + 2}}{'':>9}{_ms(total_ns):>11}\n")
     for note in path.notes:
-        text.append(textwrap.fill(f"{note}.", LINE_COLUMNS, subsequent_indent="  ") + "\n")
+        text.append(wrapped(f"{note}."))
     return text
 
 
