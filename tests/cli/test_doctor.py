@@ -1,6 +1,9 @@
 """`splittime doctor` and the comparison in `splittime explain`, as a user runs them: from a file, a run, a server."""
 
+import dataclasses
 import json
+import re
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,8 +16,9 @@ from typer.testing import CliRunner
 from ward import Ward
 
 from splittime.bench.book.records import save
-from splittime.cli.doctor import _fact
+from splittime.cli.doctor import _asked, _fact
 from splittime.cli.main import app
+from splittime.core.errors import ErrorInfo
 from splittime.diagnose.finding import Fact
 from splittime.ledger import derive
 from splittime.ledger.account_json import account_json
@@ -71,6 +75,39 @@ def test_a_finding_says_what_its_cure_would_gain(ill, tmp_path):
     assert finding["cure"]["command"] == "splittime serve --max-num-seqs 16"
 
 
+@pytest.mark.parametrize("is_live", [False, True])
+def test_what_is_printed_to_look_at_works_as_it_is(server, ill, tmp_path, monkeypatch, is_live):
+    monkeypatch.setenv("SPLITTIME_API_KEY", "k")
+    asked = server[0] if is_live else str(ledger_file(ill, tmp_path / "of a day.sqlite"))
+    shown = invoke("doctor", asked, "--no-sizes").stdout
+    (first, *_) = re.findall(r"^  see     splittime (explain .*)$", shown, re.MULTILINE)
+    result = invoke(*shlex.split(first))
+    assert result.exit_code == 0, result.stderr
+    assert first.split()[1] in result.stdout
+
+
+def test_what_explain_cannot_read_is_named_alone(well, ill, tmp_path):
+    save(with_client(well, buffered).run, tmp_path / "run.json")
+    shown = invoke("doctor", str(tmp_path / "run.json")).stdout
+    assert "\n  see     r" in shown
+    assert "splittime explain" not in shown
+    assert _asked("http://127.0.0.1:8000/v1", ill) == ""  # explain asks it without a flag
+
+
+def test_doctor_and_simulate_count_the_same_requests(tmp_path):
+    """Two choices of one request have an account each; one that was refused is told apart."""
+    pairs = [[dataclasses.replace(case, n=2)] * 2 for case in poisson(25, 40)]
+    books = Ward(settings={"max_num_seqs": 2}).run(*(case for pair in pairs for case in pair))
+    full = ErrorInfo("overloaded_error", "full", "overloaded", 429)
+    turned_away = msgspec.structs.replace(
+        books.accounts[0], request_id="away", group_id="away", finish_reason="refused", error=full
+    )
+    path = ledger_file(msgspec.structs.replace(books, accounts=(*books.accounts, turned_away)), tmp_path / "l.sqlite")
+    assert invoke("doctor", str(path), "--no-sizes").stdout.startswith("40 requests and 1 refused one, ")
+    told = json.loads(invoke("simulate", str(path), "--json").stdout)
+    assert (told["num_requests"], told["num_refused"]) == (40, 1)
+
+
 def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     path = ledger_file(well, tmp_path / "l.sqlite")
     result = invoke("doctor", str(path))
@@ -121,6 +158,7 @@ def server(ill):
         "/ledger/facts": msgspec.to_builtins(ill.facts),
         "/ledger/requests": {"accounts": [account_json(account) for account in ill.accounts]},
         "/ledger/steps": {"steps": [msgspec.to_builtins(step) for step in ill.steps]},
+        **{f"/ledger/requests/{account.request_id}": account_json(account) for account in ill.accounts},
     }
 
     class Handler(BaseHTTPRequestHandler):

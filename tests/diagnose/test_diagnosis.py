@@ -77,7 +77,7 @@ def test_a_root_whose_share_is_of_something_else_comes_first_whatever_it_is():
 
 def test_a_server_of_ours_without_a_request_is_not_told_to_be_another():
     books = Ward().run(*poisson(10, 1))
-    said = diagnosis_text(diagnose(msgspec.structs.replace(books, accounts=())))
+    said = diagnosis_text(diagnose(msgspec.structs.replace(books, accounts=())), "")
     assert "requests served: only 0" in " ".join(said.plain.split())
     assert "only a splittime server keeps them" not in " ".join(said.plain.split())
 
@@ -161,7 +161,7 @@ def test_the_same_books_give_the_same_answer():
 def test_told_in_80_columns(settings):
     shown = io.StringIO()
     diagnosis = diagnose(Ward(settings=settings).run(*poisson(25, 100, output=60)))
-    Console(file=shown, width=200, color_system=None).print(diagnosis_text(diagnosis))
+    Console(file=shown, width=200, color_system=None).print(diagnosis_text(diagnosis, ""))
     assert max(map(len, shown.getvalue().splitlines())) <= 80
     if diagnosis.illnesses:
         assert "1. " + diagnosis.illnesses[0].name in shown.getvalue()

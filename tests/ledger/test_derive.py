@@ -70,6 +70,13 @@ def test_prompt_buckets(tokens, name):
     assert derive.prompt_bucket(tokens) == name
 
 
+def test_choices_are_one_request_and_an_id_that_comes_again_is_two():
+    ids = [("a", "a-0"), ("a", "a-1"), ("mine", "mine"), ("mine", "mine"), ("b", "b-0"), ("b", "b-1"), ("b", "b-0")]
+    accounts = [msgspec.structs.replace(books.example(), group_id=group, request_id=one) for group, one in ids]
+    assert derive.num_requests(accounts) == 1 + 2 + 2
+    assert derive.num_requests([]) == 0
+
+
 @given(books.step_runs())
 def test_device_book_accounts_for_all_wall_time(records):
     book = derive.device_book(records)

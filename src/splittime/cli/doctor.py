@@ -4,11 +4,9 @@
 
 A running vLLM, SGLang, TGI or llama.cpp keeps no ledger: `bench.observation` watches its metrics, and sends
 an idle one a small load.
-
-Exit codes, for a CI: 0 nothing found (a healthy server's limits are told, and are no finding), 1 something found,
-2 a usage error, 3 cannot tell (too little to go by), 4 nobody answers.
 """
 
+import shlex
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +90,8 @@ def doctor(
     if json:
         options.write_data(orjson.dumps(diagnosis.as_json()))
     else:
-        Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis)))
+        asked = _asked(source or base_of(url or DEFAULT_URL), books)
+        Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis, asked)))
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -179,17 +178,31 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
         raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
 
 
-def diagnosis_text(diagnosis: "Diagnosis") -> Text:
-    """For people, in 80 columns: the findings first, then the limits, then what could not be told."""
-    seen = f"{_many(diagnosis.num_requests, 'request')}, {_many(diagnosis.num_steps, 'step')}: {diagnosis.source}"
-    text = Text(_wrapped(seen, "", "  "), style="dim")
+def _asked(source: str, books: "Books") -> str | None:
+    """Returns the flag by which `explain` reads the same books; None where it cannot."""
+    from splittime.core.files import SQLITE, begins_with
+
+    if is_url(source):
+        base = base_of(source)
+        return None if books.run is not None else "" if base == DEFAULT_URL else f" --url {shlex.quote(base)}"
+    return f" --ledger {shlex.quote(source)}" if begins_with(Path(source), SQLITE) else None
+
+
+def diagnosis_text(diagnosis: "Diagnosis", asked: str | None) -> Text:
+    """Returns what people read, in 80 columns: the findings first, then the limits, then what could not be told.
+    asked: as `_asked` gives it."""
+    from splittime.diagnose.explain import many
+
+    refused = f" and {many(diagnosis.num_refused, 'refused one')}" if diagnosis.num_refused else ""
+    seen = f"{many(diagnosis.num_requests, 'request')}{refused}, {many(diagnosis.num_steps, 'step')}"
+    text = Text(_wrapped(f"{seen}: {diagnosis.source}", "", "  "), style="dim")
     if not diagnosis.illnesses:
         text.append_text(_nothing(diagnosis))
     text.append_text(_spent(diagnosis))
     number = 0
     for finding in diagnosis.findings:
         number += not finding.is_limit
-        text.append_text(_finding(finding, "- " if finding.is_limit else f"{number}. "))
+        text.append_text(_finding(finding, "- " if finding.is_limit else f"{number}. ", asked))
     return text.append_text(_untold(diagnosis))
 
 
@@ -204,10 +217,6 @@ def _spent(diagnosis: "Diagnosis") -> Text:
     return text
 
 
-def _many(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
-
-
 def _nothing(diagnosis: "Diagnosis") -> Text:
     if diagnosis.void:
         return Text("\nCannot tell: the client was at fault (a VOID run).\n", style="bold yellow not dim")
@@ -218,7 +227,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
     return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
 
 
-def _finding(finding: "Finding", mark: str) -> Text:
+def _finding(finding: "Finding", mark: str, asked: str | None) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
     kind = "" if not finding.is_limit else "; a limit"
@@ -233,7 +242,7 @@ def _finding(finding: "Finding", mark: str) -> Text:
     rest = (("costs", finding.cost), ("unless", finding.counter_check), ("holds", finding.regime))
     sure = f"{finding.confidence:.2f}: {finding.confidence_from}"
     entries = "".join(_entry(name, sentence) for name, sentence in (*rest, ("sure", sure)))
-    return text.append(entries + _where(finding), style="not bold default")
+    return text.append(entries + _where(finding, asked), style="not bold default")
 
 
 def _size(finding: "Finding") -> str:
@@ -260,11 +269,12 @@ def _fact(fact: Any) -> str:
     return f"{fact.what}: {value} {fact.unit}".rstrip()
 
 
-def _where(finding: "Finding") -> str:
-    """The ids, on lines of their own: they are to be copied."""
+def _where(finding: "Finding", asked: str | None) -> str:
+    """Returns the ids, on lines of their own: they are to be copied."""
     shown = ""
     if finding.request_ids:
-        shown += f"  see     splittime explain {finding.request_ids[0]}\n"
+        first = shlex.quote(finding.request_ids[0])
+        shown += f"  see     {first if asked is None else f'splittime explain {first}{asked}'}\n"
         rest = finding.request_ids[1:]
         shown += _entry("", f"also {', '.join(rest)}") if rest else ""
     if finding.step_ids:

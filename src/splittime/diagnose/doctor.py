@@ -48,13 +48,14 @@ OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
-    spent: where the requests' time went, by the server's books.
+    spent: where the requests' time went, by the server's books. num_refused: of no rule about the server.
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
     void: the client was at fault, and the server tells nothing of itself, neither in a book nor by its gauges."""
 
     findings: tuple[answers.Finding, ...]
     abstentions: tuple[answers.Abstention, ...]
     num_requests: int
+    num_refused: int = 0
     num_steps: int
     source: str
     residual: float
@@ -126,6 +127,7 @@ def diagnose(books: Books) -> Diagnosis:
         spent=spent(books, ordered),
         abstentions=tuple(abstentions),
         num_requests=num_requests(served(books.accounts)) or _num_outcomes(books),
+        num_refused=num_requests(account for account in books.accounts if account.is_refused),
         num_steps=len(books.steps),
         source=books.source,
         residual=residual,

@@ -24,6 +24,7 @@ import numpy
 from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
 from splittime.diagnose.finding import OF_REQUESTS, OF_TIME, Abstention
+from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
@@ -46,9 +47,9 @@ def total_ns(accounts: Iterable[ClosedAccount]) -> int:
 
 
 def num_requests(accounts: Iterable[ClosedAccount], wanted: Iterable[str] | None = None) -> int:
-    """HTTP requests, each of which may have several choices (`n`) with an account each; of these accounts, by id."""
+    """Returns how many HTTP requests these are of; of these accounts, by id."""
     ids = None if wanted is None else set(wanted)
-    return len({account.group_id for account in accounts if ids is None or account.request_id in ids})
+    return derive.num_requests(account for account in accounts if ids is None or account.request_id in ids)
 
 
 def time_ns(account: ClosedAccount, wanted: Callable[[StageInterval], bool]) -> int:
