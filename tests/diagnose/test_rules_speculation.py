@@ -7,7 +7,7 @@ from attached import in_vllm
 from test_rules_queue import names, poisson
 from ward import Case, Guessing, Ward
 
-from splittime.diagnose.books import Books
+from splittime.diagnose.books import Books, make_books
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding
 from splittime.diagnose.rules.evidence import served, total_ns
@@ -116,6 +116,17 @@ def test_fewer_guesses_are_prescribed_where_the_first_ones_are_right():
     truth = -100 * shorter(books_of(Guessing(most=most, share=0.7)), than=ill)
     assert low - 3 <= truth <= high + 3
     assert best < -100 * finding.share_of_time
+
+
+def test_a_clients_id_that_comes_again_does_not_end_the_doctor():
+    """It did, where rows were numbered by account and told by id."""
+    ill = books_of(Guessing(most=6))
+    ids = [account.request_id for account in ill.accounts]
+    accounts = [msgspec.structs.replace(a, request_id=ids[i - i % 2]) for i, a in enumerate(ill.accounts)]
+    again = make_books(ill.facts, accounts, ill.steps, "a test")
+    assert NAME in [finding.name for finding in diagnose(again).findings]
+    rows = guessed_rows(ill.steps, accounts)
+    assert len(rows.request_ids) == len(rows.gained(0)) == len(ids) / 2
 
 
 def test_a_config_that_nobody_can_read_gets_a_sentence():

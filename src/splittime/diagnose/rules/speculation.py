@@ -115,7 +115,8 @@ class GuessedRows(NamedTuple):
 def guessed_rows(steps: Sequence[StepRecord], accounts: Sequence[ClosedAccount]) -> GuessedRows | None:
     """Returns the rows of these requests; None if nobody guessed."""
     guessing = [step for step in steps if step.verified or step.draft_ns]
-    number = {account.request_id: index for index, account in enumerate(accounts)}
+    ids = dict.fromkeys(account.request_id for account in accounts)  # a client may use one again
+    number = {request_id: index for index, request_id in enumerate(ids)}
     rows = [row for index, step in enumerate(guessing) for row in _rows_of(step, index, number)]
     if not rows:
         return None
