@@ -327,6 +327,9 @@ def test_every_control_is_reached_by_tab(live, visit):
 def test_findings_name_the_illness_and_lead_to_its_requests(live, visit):
     fill(live, books.accounts(60, seconds=60), books.steps(400, tuple(f"r{i}" for i in range(50, 60))))
     page = visit(live.url)
+    told = page.evaluate("fetch('dashboard/findings').then((answer) => answer.json())")["spent"]
+    largest = f"{round(told[0]['share'] * 100)} % {told[0]['owner']}"
+    page.locator("#time-went", has_text=f"Where the requests' time went: {largest}").wait_for()
     finding = page.locator("#findings details:has(.claim):has(button)").first
     finding.locator("summary").click()
     assert "Refuted by" in finding.inner_text()
@@ -334,6 +337,7 @@ def test_findings_name_the_illness_and_lead_to_its_requests(live, visit):
     name = request.inner_text()
     request.click()
     page.locator("#detail-title", has_text=name).wait_for()
+    page.locator("#detail .more code", has_text=f"splittime explain {name} --url {live.url}").wait_for()
     page.keyboard.press("Escape")
     assert page.evaluate("document.activeElement.textContent") == name
 

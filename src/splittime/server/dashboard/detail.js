@@ -8,6 +8,7 @@ import { waterfall } from "./waterfall.js";
 import { label } from "./words.js";
 
 const SHOWN_NEIGHBOURS = 8;
+const EXPLAINED = "http://127.0.0.1:8000"; // the server that `splittime explain` asks without --url
 
 export class Detail {
   #returnTo = null;
@@ -128,7 +129,9 @@ function neighbours(account, onOther) {
 
 /** Ways to the same account elsewhere. A link cannot carry a key, so there are none where one is needed. */
 function more(account) {
-  const explain = el("code", {}, `splittime explain ${account.request_id}`);
+  const base = new URL(".", location.href).href.replace(/\/$/, "");
+  const asked = base === EXPLAINED ? "" : ` --url ${base}`;
+  const explain = el("code", {}, `splittime explain ${account.request_id}${asked}`);
   const link = storedKey() ? null : el("a", { href: `ledger/requests/${encodeURIComponent(account.request_id)}` }, "as JSON");
   return el("p", { class: "more" }, link, " ", explain);
 }

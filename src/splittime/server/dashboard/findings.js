@@ -43,6 +43,7 @@ export class Findings {
   #show(told) {
     const text = JSON.stringify([told.findings, told.abstentions]);
     say(byId("findings-note"), `from the latest ${plural(told.num_requests, "request")} and ${plural(told.num_steps, "step")}`);
+    say(byId("time-went"), timeWent(told.spent));
     const isRead = this.list.matches(":hover") || this.list.contains(document.activeElement);
     if (text === this.#told || (isRead && this.#told)) return; // what is being read stays as it is
     this.#told = text;
@@ -84,6 +85,13 @@ export class Findings {
     return el("span", { class: "ids" }, ...ids.slice(0, 5).map((id) =>
       el("button", { type: "button", class: "link", onclick: (event) => this.onRequest(id, event.currentTarget) }, id)));
   }
+}
+
+const MIN_TOLD = 0.05; // as `splittime doctor` tells it in its first lines
+
+function timeWent(spent) {
+  const told = spent.filter(({ share }) => share >= MIN_TOLD).map(({ owner, share }) => `${percent(share)} ${owner}`);
+  return told.length ? `Where the requests' time went: ${told.join(", ")}` : "";
 }
 
 const spoken = (name) => name.replaceAll("_", " ");
