@@ -178,6 +178,7 @@ def _type_words(schema: dict[str, Any]) -> str:
 def errors_page() -> str:
     listed = (errors.RequestError, errors.NotFound, errors.Conflict, errors.DeadlineExceeded, errors.Overloaded)
     rows = [(f"`{cls.__name__}`", str(cls.status), f"`{cls.kind}`", f"`{cls.code}`") for cls in listed]
+    rows.insert(2, ("`NotFound`", "404", f"`{errors.NotFound.kind}`", "`model_not_found`: of a server or a gateway"))
     rows.append((f"`{errors.EngineError.__name__}`", "500", "`engine_error`", "`engine_error`"))
     rows.append((f"`{errors.UpstreamError.__name__}`", "502, 504", "`upstream_error`", "`upstream_failed`"))
     tree = errors.__doc__ or ""
