@@ -63,9 +63,17 @@ def test_steps_tell_who_had_run(llm):
     assert all(step.server_ran_ns > 0 and step.others_ran_ns >= 0 for step in steps)
 
 
-def test_who_loads_is_told_how_far_it_has_come():
+@pytest.mark.parametrize("num_threads", [1, None])
+def test_who_loads_is_told_what_is_done_and_how_far_it_has_come(num_threads):
     told = []
-    LLM(max_num_seqs=1, packed_cache="off", num_threads=1, on_loading=lambda words, share: told.append((words, share)))
+    made = LLM(
+        max_num_seqs=1,
+        packed_cache="off",
+        num_threads=num_threads,
+        on_loading=lambda words, share: told.append((words, share)),
+    )
+    measured = ["measuring"] if num_threads is None and "measured in" in made.resolved["num_threads_reason"] else []
+    assert list(dict.fromkeys(words.split()[0] for words, _ in told)) == ["layer", *measured, "warming"]
     shares = [share for _, share in told]
     assert told[0][0].startswith("layer 1 of ")
     assert shares == sorted(shares)

@@ -50,6 +50,7 @@ def build(settings: bytes, timeline: Timeline, tell: Tell) -> EngineParts:
     timeline.append(("load", 1, 2))
     tell("layer 1 of 2, 3 MB", 0.25)
     tell("layer 2 of 2, 6 MB", 0.5)  # too soon after the first
+    tell("warming up", 0.9)  # another thing to do is told at once
     settings_told = {"block_size": 16, "max_num_seqs": 0}
     pieces = iter([None, None, Machine(cpu="fake", threads=1, measured_at_unix_ns=7)])
     return EngineParts(

@@ -80,7 +80,7 @@ def test_progress_of_the_start_is_told_but_not_too_often() -> None:
             await client.stop()
         return told
 
-    assert asyncio.run(run()) == [Loading("layer 1 of 2, 3 MB", 0.25)]
+    assert asyncio.run(run()) == [Loading("layer 1 of 2, 3 MB", 0.25), Loading("warming up", 0.9)]
 
 
 async def test_same_tokens_as_in_process() -> None:

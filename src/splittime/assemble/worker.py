@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 META_OPERATORS = "torch._meta_registrations"
 MIN_PREFILL_TOKENS = 16
+LOADED = 0.995  # share of a start whose layers are all read
 NOT_TOLD = (  # where things lie is nobody's business
     *("model_path", "draft_model_path", "packed_cache"),
     *("kv_peers", "kv_peer_key"),
@@ -104,7 +105,7 @@ def _without(module: str) -> Iterator[None]:
 def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progress, share: None) -> EngineParts:
     """The engine, warmed up, and what its driver needs beside it. Raises ConfigError for what it cannot serve.
 
-    tell: called with how far it has come; the warm-up counts as one layer more."""
+    tell: called with what is being done and how far it has come; what follows the layers counts as one more."""
     from splittime.models.encoder_config import is_encoder
     from splittime.runner import compose, draft_sources
 
@@ -119,8 +120,10 @@ def build_engine(settings: bytes, timeline: Timeline, tell: Tell = lambda progre
         config.runner,
         note,
         lambda done, total, num_bytes: tell(f"layer {done} of {total}, {num_bytes / 1e6:.0f} MB", done / (total + 1)),
+        lambda: tell("measuring how many threads are quickest", LOADED),
     )
     begin_ns = time.monotonic_ns()
+    tell("warming up, and measuring what a prompt takes", LOADED)
     runner.warm_up()
     grammars = None if config.runner.tensor_parallel_size > 1 else _grammars(config, runner)
     scheduler_config = _fit(config.scheduler, runner)

@@ -190,7 +190,7 @@ def _loaded(settings: Settings, model: str | None) -> "LLM":
         from splittime.llm import LLM  # brings torch
 
         given = settings.part("runner") | settings.part("scheduler")
-        return LLM(name, on_loading=lambda told, share: say(f"loading the model: {told}", share), **given)
+        return LLM(name, on_loading=lambda told, share: say(f"starting the model: {told}", share), **given)
 
 
 def _read(text: str | None) -> str:

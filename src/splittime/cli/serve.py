@@ -281,7 +281,7 @@ async def _serve(
             WORKER_COMMAND,
             engine_settings,
             ledger.add_step,
-            lambda told: say(f"loading {folder.name}: {told.progress}", told.share),
+            lambda told: say(f"starting {folder.name}: {told.progress}", told.share),
         )
 
         def on_ready(ready: "Ready", port: int) -> None:

@@ -45,7 +45,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """How far the start has come, for a person to read ("layer 3 of 16, 120 MB"), and as a share of all."""
+    """What a start is doing, for a person to read ("layer 3 of 16, 120 MB"), and its share of all."""
 
     progress: str
     share: float

@@ -96,14 +96,14 @@ def _work(
 
 
 def _teller(send: Callable[[FromEngine], None]) -> Tell:
-    """Sends progress, but not too often."""
-    last_ns = 0
+    """Sends progress, but not too often: another first word says that something else is being done."""
+    last_ns, last_doing = 0, ""
 
     def tell(progress: str, share: float) -> None:
-        nonlocal last_ns
-        now_ns = time.monotonic_ns()
-        if now_ns - last_ns >= TELL_EVERY_NS:
-            last_ns = now_ns
+        nonlocal last_ns, last_doing
+        now_ns, doing = time.monotonic_ns(), progress.split()[0]
+        if doing != last_doing or now_ns - last_ns >= TELL_EVERY_NS:
+            last_ns, last_doing = now_ns, doing
             send(Loading(progress, share))
 
     return tell

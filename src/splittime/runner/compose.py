@@ -103,10 +103,13 @@ def _work(run: Callable[[StepPlan], StepResult], prepare: Callable[[], None], pl
 
 
 def load_torch_runner(
-    config: RunnerConfig, on_phase: OnPhase | None = None, on_layer: OnLayer | None = None
+    config: RunnerConfig,
+    on_phase: OnPhase | None = None,
+    on_layer: OnLayer | None = None,
+    on_measuring: Callable[[], None] = lambda: None,
 ) -> TorchRunner:
-    """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part, and
-    `on_layer(done, of, bytes)` of each layer.
+    """Read the checkpoint and allocate the KV cache; `on_phase(name, begin_ns, end_ns)` is told of each part,
+    `on_layer(done, of, bytes)` of each layer, and `on_measuring()` before threads are measured.
 
     Raises `ConfigError` naming what cannot be honoured, `EngineError` naming a rank that failed.
     """
@@ -117,6 +120,7 @@ def load_torch_runner(
     runner = load_part(config, on_phase, on_layer)
     if start_memory.wants_threads(runner):
         begin_ns = time.monotonic_ns()
+        on_measuring()
         start_memory.choose_threads(runner, this_process.num_cores())
         on_phase("measure threads", begin_ns, time.monotonic_ns())
     return runner
