@@ -68,6 +68,7 @@ NOT_RUN = {
         "curl -s http://127.0.0.1:8000/ledger/hops -H 'Content-Type: application/json' -d '{",
     ],
     "docs/guides/why-is-my-vllm-slow.md": [
+        "splittime explain --slowest 1",
         "path/to/vllm-env/bin/pip install .    # in this folder",
         "splittime attach vllm --ledger-file slow.sqlite -- serve ./model --served-model-name code --max-num-seqs 2",
         "splittime bench run http://127.0.0.1:8000 --rate 20 --duration 20s --input-tokens 100 \\",
@@ -79,8 +80,15 @@ NOT_RUN = {
     ],
 }
 """What needs a card, the network, another program or a quiet machine. Each says why in the page."""
-OPEN_OTHERWISE = {"index", "distill", "gateway-config", "plan", "quality", "tune", "what-if", "whole-request"} | {
-    "why-is-my-vllm-slow",
+OPEN_OTHERWISE = {
+    "index",
+    "distill",
+    "gateway-config",
+    "plan",
+    "quality",
+    "tune",
+    "what-if",
+    "whole-request",
     "why-slow",
 }
 """Guides that go through several steps: each shows what the later ones print."""
