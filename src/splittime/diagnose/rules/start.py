@@ -142,7 +142,7 @@ def start_measurement_is_off(books: Books) -> Answer:
     if not alike:
         return None
     if len(alike) < MIN_PROMPT_STEPS:
-        why = f"{len(alike)} steps computed the beginning of a prompt alone; {MIN_PROMPT_STEPS} are the least"
+        why = f"steps that computed the beginning of a prompt alone: {len(alike)}; {MIN_PROMPT_STEPS} are the least"
         return Abstention(why=why)
     run_ns = shown.median(_undisturbed_ns(step) / step.prefill_tokens for step in alike) or 0.0
     if 1 / OFF_BY < run_ns / measured_ns < OFF_BY:
