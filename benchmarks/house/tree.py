@@ -66,21 +66,21 @@ def read_tree(folder: Path) -> dict[str, Module]:
     return modules
 
 
-def imports_of(module: Module) -> Imports:
-    """What only a type checker imports (`if TYPE_CHECKING`) is left out."""
+def imports_of(module: Module, with_types: bool = False) -> Imports:
+    """with_types: with what only a type checker imports (`if TYPE_CHECKING`)."""
     found = Imports()
-    _collect(module.syntax, found, in_function=False)
+    _collect(module.syntax, found, False, with_types)
     return found
 
 
-def _collect(node: ast.AST, found: Imports, in_function: bool) -> None:
+def _collect(node: ast.AST, found: Imports, in_function: bool, with_types: bool) -> None:
     if isinstance(node, ast.Import | ast.ImportFrom):
         (found.in_functions if in_function else found.at_load).append(node)
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    if not with_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):  # statements alone: nothing else has imports
         for child in getattr(node, name, ()):
-            _collect(child, found, in_function or isinstance(node, FUNCTIONS))
+            _collect(child, found, in_function or isinstance(node, FUNCTIONS), with_types)
 
 
 def targets(module: Module, statements: list[ast.stmt], modules: dict[str, Module]) -> Iterator[str]:

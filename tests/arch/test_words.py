@@ -2,12 +2,16 @@
 
 import ast
 from collections import defaultdict
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
-RIDDLES = {"bed", "fate", "fitted", "happened", "lapse", "lost", "news", "sparing", "told", "way"}
+RIDDLES_OF_NAMES = {"bed", "fate", "fitted", "happened", "lapse", "lost", "news", "sparing", "told", "way"}
+
+MOST_RIDDLES = 552
+RIDDLES = ("How ", "What ", "Where ", "Whether ", "Which ", "Who ", "Whose ")  # no verb, no noun
 
 # beginnings of docstrings that speak of something named elsewhere
 WITHOUT_SUBJECT = ("Also ", "And ", "It ", "Likewise", "Of ", "So ", "That ", "The same ", "They ", "Those ")
@@ -22,7 +26,7 @@ class Named(NamedTuple):
     docstring: str
 
 
-@cache
+@pytest.fixture(scope="module")
 def named() -> list[Named]:
     return [each for path in sorted(SOURCE.rglob("*.py")) for each in named_in(path)]
 
@@ -37,17 +41,22 @@ def named_in(path: Path) -> list[Named]:
     ]
 
 
-def test_a_class_name_has_one_meaning():
+def test_a_class_name_has_one_meaning(named):
     homes = defaultdict(set)
-    for each in named():
+    for each in named:
         if each.is_class:
             homes[each.name].add(each.path)
     assert {name: sorted(paths) for name, paths in homes.items() if len(paths) > 1} == {}
 
 
-def test_a_docstring_names_its_subject():
-    assert [(each.path, each.name) for each in named() if each.docstring.startswith(WITHOUT_SUBJECT)] == []
+def test_a_docstring_names_its_subject(named):
+    assert [(each.path, each.name) for each in named if each.docstring.startswith(WITHOUT_SUBJECT)] == []
 
 
-def test_no_name_is_a_riddle():
-    assert [(each.path, each.name) for each in named() if each.name.lower().strip("_") in RIDDLES] == []
+def test_no_name_is_a_riddle(named):
+    assert [(each.path, each.name) for each in named if each.name.lower().strip("_") in RIDDLES_OF_NAMES] == []
+
+
+def test_riddles_become_fewer(named):
+    found = [(each.path, each.name) for each in named if each.docstring.startswith(RIDDLES)]
+    assert len(found) <= MOST_RIDDLES, found[-5:]
