@@ -116,19 +116,16 @@ def first_of(books) -> Finding:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_in_its_words(case: str) -> None:
+    """And none is of ours, nor a command, in any of the findings."""
     books, name, flags, words = CASES[case]
-    first = first_of(books())
+    findings = diagnose(books()).findings
+    first = findings[0]
     assert first.name == name
     assert first.cure.flags == flags
     assert words in first.cure.sentence
     assert first.cure.command == (PROGRAM + " ".join(flags) if flags else None)
     assert (RESTART in first.cost) is (bool(flags) or name in ("kv_bound", "preemption_thrash"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_word_of_ours(case: str) -> None:
-    """Nor a command, in any of the findings."""
-    for finding in diagnose(CASES[case][0]()).findings:
+    for finding in findings:
         told = f"{finding} {finding.cure.command} "
         assert not [word for word in OUR_WORDS if word in without_elsewhere(finding)], finding.name
         assert finding.cure.command is None or f" {PROGRAM}" in f" {told}"

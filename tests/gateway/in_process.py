@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from splittime.gateway.app import GatewayApp
+from splittime.gateway.breaks import LoopLag
 from splittime.gateway.config_file import config_of, secrets_of
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions import GatewayVersions
@@ -127,6 +128,7 @@ async def gateway_before(
     config = config_of(tomllib.loads(text))
     versions = GatewayVersions(config, secrets_of(config), Ledger())
     await versions.open()
+    versions.current.lag = LoopLag()  # one that does not run: a busy machine's would excuse upstreams that are too late
     for number, one in enumerate(versions.current.router.upstreams):
         one.in_flight.plain_tokens += number * 10**6
     try:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from patience import until
 from splittime.core.errors import ConfigError
 from splittime.gateway.audit import AuditLog, AuditRecord
 from splittime.gateway.config import AuditConfig
@@ -157,6 +158,7 @@ def test_who_asked_for_what_is_in_the_file_and_no_prompt_and_no_key(hostile, tmp
         assert ask(gateway, "of-b") == 200
         gateway.account("r-of-b", "of-ops")
         assert metric_of(gateway, "splittime_gateway_audit_drops_total") == 0
+        until(lambda: kinds(tmp_path / "audit.jsonl").count("request") == 2)  # written behind the answers
         gateway.kill()
     with gateway_of(tmp_path, text_of(hostile), **keys) as gateway:
         assert ask(gateway, "of-c") == 200

@@ -121,9 +121,9 @@ WAITS = [STREAM_HEAD, *[chunk(b": wait\n\n")] * 200]
 @pytest.mark.parametrize(
     ("said", "limits", "code"),
     [
-        ([b""] * 200, {"whole_answer_s": 0.3}, "upstream_whole_answer_timeout"),
-        ([b""] * 200, {"total_s": 0.3}, "upstream_total_timeout"),
-        (WAITS, {"total_s": 0.3}, "upstream_total_timeout"),
+        ([b""] * 200, {"whole_answer_s": 0.5}, "upstream_whole_answer_timeout"),
+        ([b""] * 200, {"total_s": 0.5}, "upstream_total_timeout"),
+        (WAITS, {"total_s": 0.5}, "upstream_total_timeout"),
     ],
     ids=["whole", "total", "comments"],
 )
@@ -156,9 +156,12 @@ async def test_others_are_asked_before_one_that_all_left(headers):
     async with gateway_before({"hangs": hangs, "fine": fine}, PATIENT, first_byte_s=0.2) as (app, gateway):
         suspect, other = gateway.router.upstreams
         while not suspect.in_flight.is_suspect(time.monotonic_ns()):
-            leaves = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.3, leaves.set)
-            await asked(app, headers, leaves=leaves)
+            leaves, before = asyncio.Event(), len(hangs.asked)
+            asking = asyncio.create_task(asked(app, headers, leaves=leaves))
+            await until_async(lambda: len(hangs.asked) > before)  # noqa: B023 -- it ends here
+            await asyncio.sleep(0.3)
+            leaves.set()
+            await asking
         assert (len(hangs.asked), suspect.breaker.is_well) == (HUNG_AFTER, True)
         assert [(await asked(app)).status for _ in range(20)] == [200] * 20
         assert len(hangs.asked) == HUNG_AFTER
@@ -202,7 +205,7 @@ class NoConnection:
         """Nothing is to be cut."""
 
 
-def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
+def watched(answers: list[bool], waits: int, monkeypatch, limit_s: float = 0.2) -> list[str]:
     """Returns what became of so many answers, of an upstream that lives as `answers` say, and then for good."""
     told = iter(answers)
     asked = []
@@ -221,7 +224,7 @@ def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
         waiting = [UpstreamAnswer(NoConnection()) for _ in range(waits)]
         for answer in waiting:
             pulse.watch(answer, connections)
-        ends = await asyncio.gather(*(one.piece(0.2) for one in waiting), return_exceptions=True)
+        ends = await asyncio.gather(*(one.piece(limit_s) for one in waiting), return_exceptions=True)
         for answer in waiting:
             pulse.leave(answer)
         await until_async(lambda: pulse._asking is None)  # nobody waits, nobody asks
@@ -235,7 +238,7 @@ def watched(answers: list[bool], waits: int, monkeypatch) -> list[str]:
 def test_silence_is_several_times_in_a_row(monkeypatch):
     few = [False] * (DEAD_AFTER - 1)
     assert watched([*few, True, *few, True], 3, monkeypatch) == ["TimeoutError"] * 3
-    assert watched([*few, False], 20, monkeypatch) == [UpstreamSilent.__name__] * 20
+    assert watched([*few, False], 20, monkeypatch, limit_s=100.0) == [UpstreamSilent.__name__] * 20
 
 
 def test_one_that_says_nothing_for_long_is_silent_and_a_slow_one_is_not(monkeypatch):

@@ -146,6 +146,7 @@ def copy_of(store):
 )
 @pytest.mark.parametrize("window", [None, 1, 6, 19])
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.sample(36)
 def test_paged_attention(name, window, dtype, kv_dtype):
     heads, kv_heads, dim, block_size = 6, 2, 12, 4
     if name == "a long chunk in pieces" and (window == 1 or kv_dtype != torch.float32):

@@ -33,6 +33,7 @@ def gated(native, gate_up: Tensor, activation: int = SILU) -> Tensor:
 
 @pytest.mark.parametrize("width", [1, 7, 8, 31, 64, 1000, 4096])
 @pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.sample(30)
 def test_rms_norm(isa, tokens, width):
     x, weight = randn(tokens, width + 5)[:, :width] * 3, randn(width, seed=1)
     for eps in (1e-6, 0.5):
@@ -44,6 +45,7 @@ def test_rms_norm(isa, tokens, width):
 
 @pytest.mark.parametrize("inner", [1, 7, 8, 16, 33, 5000])
 @pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.sample(30)
 def test_gated_activations(isa, tokens, inner):
     gate_up = randn(tokens, 2 * inner) * 4
     for activation, wanted in ((SILU, REFERENCE.silu_mul), (GELU, REFERENCE.gelu_mul)):
@@ -98,6 +100,7 @@ def a_write(tokens, dim, block_size, heads=3, kv_heads=2):
 @pytest.mark.parametrize("sizes", [(8, 16), (64, 16), (80, 5), (128, 32), (10, 1), (64, 8)], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.sample(40)
 def test_rope_write(isa, sizes, tokens, has_norm):
     dim, block_size = sizes
     batch, shape, qkv, turns = a_write(tokens, dim, block_size)

@@ -240,6 +240,7 @@ def test_packed_integers_come_back() -> None:
 
 @pytest.mark.parametrize("isa", native.isa_names())
 @pytest.mark.parametrize(("scheme", "group", "extras"), SCHEMES)
+@pytest.mark.sample(15)
 def test_a_token_depends_on_itself_alone(isa: str, scheme: int, group: int, extras: int) -> None:
     """Same bits among any number of tokens, at any place, on any number of threads."""
     native.select_isa(isa)

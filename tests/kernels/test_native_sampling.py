@@ -100,7 +100,7 @@ def token_at(weights: np.ndarray, uniform: float) -> int:
 
 @pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.sample(160)
+@pytest.mark.sample(104)
 def test_tokens_are_those_of_the_definition(isa, row, filters):
     for vocab in (1, 37, 1024, 40_007):  # the last a large one that no vector divides
         logits, draws = ROWS[row](vocab), draws_of(FILTERS[filters])
@@ -113,12 +113,13 @@ def test_tokens_are_those_of_the_definition(isa, row, filters):
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.sample(13)
 def test_no_row_takes_long(isa, row):
     """A search that left out one value at a time would take minutes."""
     logits, draws = ROWS[row](100_000), [draws_of(filters) for filters in FILTERS.values()]
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     tokens_of(isa, logits, np.concatenate(draws))
-    assert time.perf_counter() - begin_s < 5.0
+    assert time.process_time() - begin_s < 5.0
 
 
 @pytest.mark.parametrize("filters", FILTERS)

@@ -50,7 +50,7 @@ def rounds(ops, scheme):
 
 @every_scheme
 @every_shape
-@pytest.mark.sample(90)
+@pytest.mark.sample(45)
 def test_products_stay_within_the_bound(ops, scheme, shape):
     """Of every backend, with a bias, a residual, and columns in another order."""
     out, columns = shape
@@ -67,7 +67,7 @@ def test_products_stay_within_the_bound(ops, scheme, shape):
 
 @every_scheme
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 4096)], ids=str)
-@pytest.mark.sample(80)
+@pytest.mark.sample(40)
 def test_native_products_are_exact_but_for_float32(native_ops, isa, scheme, shape):
     """Against float64, of the weight as it is kept and of x as it is rounded."""
     out, columns = shape

@@ -81,6 +81,7 @@ def test_the_errors_bound_is_reached():
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sample(30)
 def test_native_packing_rounds_alike_to_the_last_bit(scheme, shape, dtype):
     weight = weight_of(*shape, dtype)
     ops = make_backend("native", torch.float32)
@@ -100,6 +101,7 @@ def test_native_packing_rounds_alike_to_the_last_bit(scheme, shape, dtype):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kernels", ["native", "torch", "reference"])
+@pytest.mark.sample(24)
 def test_products_stay_within_the_bound(scheme, shape, kernels):
     """On every backend, with a bias and a residual; without rounded activations equal to the kept weight's product."""
     if kernels == "native" and not has_native_kernels():

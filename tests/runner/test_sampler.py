@@ -239,6 +239,7 @@ def test_a_tiny_repetition_penalty_leaves_logits_that_can_be_drawn_from(penalty,
 
 @pytest.mark.parametrize("vocab", [1, 7, 64, 65, 1000, 128_256])
 @pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.sample(48)
 def test_the_kernel_draws_what_torch_draws(name, vocab):
     """The same definition by two algorithms; they may part only where a uniform falls within rounding of a border."""
     native, plain = native_ops(), make_backend("torch", torch.float32)

@@ -75,7 +75,8 @@ async def served(config):
         serving = asyncio.create_task(server.serve(sockets=[own, shared]))
         await until_async(lambda: server.started)
         yield server, port, last
-        connected(*address[:2]).close()
+        if not server.should_exit:  # one that has drained by itself may have closed it
+            connected(*address[:2]).close()
         server.should_exit = True
         await serving
 
