@@ -12,7 +12,7 @@ in all that is told below (`attribution`), so that a name has one figure.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from rich.text import Text
@@ -30,6 +30,7 @@ from splittime.diagnose.attribution import (
 )
 from splittime.diagnose.books import NO_BOOKS, Books
 from splittime.diagnose.explain_trace import attempt_lines, in_ms, wrapped
+from splittime.diagnose.known_prompts import computed_again
 from splittime.diagnose.timeline import Part, timeline
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
@@ -62,6 +63,13 @@ _LOOKS: dict[Stage, tuple[str, str]] = {  # of each stage its letter in a bar, a
     Stage.CLIENT_WAIT: ("c", "yellow"),
     Stage.UNATTRIBUTED: ("?", "bold red"),
 }
+WHY_AGAIN = {
+    "cache_off": "The prefix cache is off.",
+    "within_a_block": "They fill no whole block, and only whole blocks are found again.",
+    "not_kept": "The prefix cache had them no longer.",
+    "differs": "They stand behind the first difference, within prompt tokens {from_token} to {until_token}.",
+    "lacks": "Before them {lacks} tokens of that prompt are gone, within prompt tokens {from_token} to {until_token}.",
+}
 LETTERS = {stage: letter for stage, (letter, _) in _LOOKS.items()}
 STYLES: dict[str, str] = {stage: style for stage, (_, style) in _LOOKS.items()}
 _NO_CAUSE: dict[str, str] = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
@@ -84,7 +92,7 @@ def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
         text.append_text(_stage_line(account, told, total_ns, covered[told]))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{in_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(totals_ns))
-    text.append("".join(wrapped(line) for line in attempt_lines(account)))
+    text.append("".join(wrapped(line) for line in (*_again(account, books), *attempt_lines(account))))
     in_its_time = steps_of(account, books.steps)
     if in_its_time:
         text.append(wrapped(owners_sentence("By whose doing", books, account, account.start_ns, account.end_ns)))
@@ -174,6 +182,14 @@ def _waits(totals_ns: Mapping[Told, int]) -> Text:
         line.stylize(STYLES.get(stage, "red"), 0, len(name))
         text.append_text(line)
     return text
+
+
+def _again(account: ClosedAccount, books: Books) -> Iterator[str]:
+    """Yields a sentence for what of its prompt an earlier request had, and was computed all the same."""
+    for again in computed_again(account, books):
+        why = WHY_AGAIN[again.why].format(**msgspec.to_builtins(again))
+        had = f"prompt tokens that {again.earlier or 'an earlier request'} had were computed again"
+        yield f"{again.tokens} {had}, in {in_ms(again.took_ns)} ms. {why}"
 
 
 def owners_sentence(of: str, books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> str:

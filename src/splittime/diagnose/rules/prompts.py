@@ -15,7 +15,14 @@ from splittime.diagnose.attribution import Computed
 from splittime.diagnose.attribution import in_stages as time_in
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.finding import NO_CURE_KNOWN, Answer, Cure, Fact, Finding, OtherCure, rule
-from splittime.diagnose.known_prompts import DEFAULT_BLOCK, Missed, all_missed, computed_until, token_ns
+from splittime.diagnose.known_prompts import (
+    DEFAULT_BLOCK,
+    Missed,
+    all_missed,
+    computed_until,
+    first_part_tokens,
+    token_ns,
+)
 from splittime.diagnose.rules.evidence import (
     CERTAIN,
     LIKELY,
@@ -260,7 +267,7 @@ def prefix_broken(books: Books) -> Answer:
     if not share.is_worth_it:
         return share.unsure()
     at_token = int(median(miss.at_token for miss in missed) or 0)
-    until = int(median(_first_part_tokens(miss) for miss in missed) or 0)
+    until = int(median(first_part_tokens(miss) for miss in missed) or 0)
     each = int(median(miss.tokens for miss in missed) or 0)
     return Finding(
         claim=f"{len(missed)} of {len(accounts)} prompts differ from earlier ones within tokens {at_token} to "
@@ -298,9 +305,7 @@ def history_differs(books: Books) -> Answer:
     at_token = int(median(miss.at_token for miss in missed) or 0)
     each, lacks = (int(median(of) or 0) for of in zip(*((miss.tokens, miss.dropped) for miss in missed), strict=True))
     thoughts = sum(account.reasoning_tokens for account in accounts)
-    are_thoughts = 2 * thoughts >= sum(
-        miss.dropped for miss in missed
-    )  # each is dropped once: else it is something else
+    are_thoughts = 2 * thoughts >= sum(miss.dropped for miss in missed)  # or it is something else
     kept = (
         "Keep thoughts in the history: have the client send them back (reasoning_content, thinking blocks) and the "
         "template write them (chat_template_kwargs, as preserve_thinking or clear_thinking=false, where it has such); "
@@ -334,11 +339,6 @@ def history_differs(books: Books) -> Answer:
 def _on(is_off: bool) -> tuple[str, ...]:
     """The flag that turns the cache on, where it is off."""
     return _TURN_CACHE_ON.flags if is_off else ()
-
-
-def _first_part_tokens(miss: Missed) -> int:
-    """The length of the part in which the difference lies: how exactly its place is known."""
-    return next((n for _, start, n in miss.account.prompt_parts if start + n > miss.at_token), 0)
 
 
 @rule("accounts", "parts", root_of=CROWDED, explains=(Computed.OTHERS_PROMPTS,))
