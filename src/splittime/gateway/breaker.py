@@ -1,39 +1,27 @@
-"""Whether an upstream may be asked now: closed, open after failures in a row, then open for one request that tries.
+"""Whether an upstream may be asked now, how many requests it has at once, and how many retries a tenant may have.
 
-What counts as a failure, a success or a pause, `verdict` says; `Upstream.hear` tells it here. An upstream that has a
-checker (`upstream_checks`) is asked by the gateway itself before a request may try it, so that nobody's request finds
-out whether it lives again. What opens by one tenant's requests alone is open for that tenant, and for others when they
-meet a failure too.
+*Breaker*: closed, open after failures in a row, then open for one request that tries. `verdict` says what is a failure,
+a success or a pause. An upstream with a checker (`upstream_checks`) is asked by the gateway itself first, so no request
+finds out whether it lives again. What opens by one tenant's requests is open for that tenant, and for others when they
+meet a failure too. A 429 without a reason may be about its request, so it pauses the upstream for that tenant alone;
+if another tenant is refused before that is over, it holds for all. A later, shorter pause shortens none.
 
-A 429 that tells no reason may be about its request: its size, its tenant's own part of something. So it pauses the
-upstream for that tenant alone. When another tenant is refused there too before that is over, it is the upstream that
-has too much to do, or the gateway's key that is used up, and the pause holds for all. No pause is cut short by a later,
-shorter one.
+*In flight*: a cap that is too high moves the queue to the upstream, where no tenant's share is kept; one that is too
+low leaves it idle. The wait in the upstream's own queue tells them apart; the time of an answer does not.
 
-How many requests an upstream is given at once, where that is found from how long they wait there.
+* A splittime upstream tells each request's wait in its account (`account_wait_ns`). The median of `WINDOW` answers to
+  requests sent under the present limit is judged. Beyond `queue_wait_s` the limit falls by the part of the requests
+  that its queue holds: waits beside times (Little's law, 1961), as TCP Vegas does (Brakmo and Peterson, 1995).
+* Any other upstream tells how many wait (`/metrics`, `upstream_checks`). A queue that none of `POLLS` polls found empty
+  is standing, as in CoDel (Nichols and Jacobson, 2012); the limit falls by the fewest that were in it. Polls while more
+  are in flight than may be are not judged.
 
-A cap that is too high moves the queue to the upstream, where no tenant's share is kept and nobody is refused; one that
-is too low leaves it idle. What tells them apart is the wait in the upstream's own queue, and never the time that an
-answer takes: that is long where answers are, and says nothing of a queue.
+It falls to half at most, never below one. Without a standing queue it rises by one if it was reached. It begins at
+`max_in_flight`, never exceeds that, and stays there for an upstream that tells nothing.
 
-* A splittime upstream tells each request's wait in its account (`account_wait_ns`: in its queue for want of slots,
-  blocks or tokens of a step, or thrown out again). Of `WINDOW` answers to requests that were sent since the limit last
-  changed, as others tell of another limit, the median wait is judged. Beyond `queue_wait_s` there is a standing queue,
-  and the limit falls by the part of the requests that it holds: their waits beside their times (Little's law, 1961), as
-  TCP Vegas counts what its packets have queued (Brakmo and Peterson, 1995).
-* Any other upstream tells how many wait (`/metrics`, `upstream_checks`). A queue is standing if it was in none of
-  `POLLS` polls empty, as in CoDel (Nichols and Jacobson, 2012); the limit falls by the fewest that were in it. Polls
-  while more are in flight than may be tell of the last limit, and are not judged.
-
-Either way it falls to half at most, and never below one. Without a standing queue it rises by one, if the limit was
-reached. It begins at `max_in_flight`, and never exceeds that; an upstream that tells nothing has it for good.
-
-How many retries a tenant may have: a share of its requests of the latest window, and a few where they are few.
-
-Without a bound every retry is one more request for upstreams that fail because they have too many. What is no such
-request is free (`forwarding`): one that goes on with a stream, as an upstream that dies has done its part of the work,
-and all its streams break off at once; and one that leaves an upstream that answers nobody for one that answers.
-Tenants have budgets of their own: what one's requests make upstreams fail at takes no retry from another's.
+*Retries*: a share of a tenant's requests of the latest window, and a few where they are few. Without a bound, retries
+would be more requests for upstreams that fail because they have too many. Free are those that go on with a stream
+after its upstream died, and those that leave an upstream that answers nobody (`forwarding`).
 """
 
 import time

@@ -1,28 +1,22 @@
 """The upstreams as the gateway sees them now, and which of them gets the next request of a model.
 
-Where there are more than `MANY`, some of each region are drawn first, and with them those that served the prompt's
-beginning: what a choice takes does not grow with the number of upstreams (with a thousand it took 3 ms). Of those that
-have room and a breaker that allows it, the ones of the nearest region are looked at where there are
-regions (`Regions`); of these the one that served the prompt's beginning gets it where there is affinity
-(`routing.affinity`). Else `DRAWN` are drawn, and of these the one has it that has the fewest tokens to come to a first
-byte at this gateway; where those are equal, the fewest tokens in flight, then requests. What streams already is hardly
-in a prompt's way, so counting it alike sent prompts to where others were being computed: of two drawn by tokens in
-flight the slowest first tokens took up to twice as long as one after the other, with this less (docs/log.md). More than
-two choices (Mitzenmacher 2001) are no herd while each gateway knows at once what it sent.
-A retry goes to an upstream that has not been tried, while there is one.
+Where there are more than `MANY`, some of each region are drawn first, with those that served the prompt's beginning:
+with a thousand upstreams a choice took 3 ms. Of those with room and a breaker that allows it, the nearest region's are
+looked at (`Regions`); with affinity the one that served the prompt's beginning has it (`routing.affinity`). Else of
+`DRAWN` that are drawn the one with the fewest tokens before their first byte, then in flight, then requests. Counting
+tokens in flight first sent prompts to where others were being computed: the slowest took twice as long (docs/log.md).
+More than two choices (Mitzenmacher 2001) are no herd, as each gateway knows at once what it sent. A retry goes to an
+upstream that has not been tried, while there is one.
 
 A body takes a place for each answer that a model writes for it (`ForwardedRequest.places`). The last places of an
-upstream, one of `FOR_OTHERS`, no body of several answers takes: one that asks for more than the rest begins where
-nothing else is in flight, and leaves those to others, whoever they are.
+upstream, one of `FOR_OTHERS`, no body of several answers takes; one that asks for more than the rest begins where
+nothing else is in flight.
 
-Which region a request goes to: the one of the upstream with the least round trip and expected wait.
+A region is chosen by the least round trip (`RoundTrips`) and expected wait of its upstreams. What is unknown counts as
+nothing, so it is soon known. Costs closer than `EQUAL_NS` or a tenth are equal; then the gateway's own region is first.
 
-`RoundTrips` measures the first and expects the second; what is not known yet counts as nothing, so
-that it is soon known. Costs that differ by less than `EQUAL_NS` or a tenth are equal, as estimates are no closer than
-that; among equals the gateway's own region comes first. Who of a region gets the request, affinity and load say.
-
-What an upstream is told in the head of a request: its own key, never the client's, and what is left of the time. A
-server of ours is told whose request it is: the tenant whose key came, whatever its client says in such a header.
+An upstream is told its own key, never the client's, and what is left of the time. A server of ours is told the tenant
+whose key came, whatever a client's header says.
 """
 
 import logging

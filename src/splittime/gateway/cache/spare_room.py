@@ -1,20 +1,13 @@
-"""Asks a model on a request's behalf, in room that nobody else waits for, at that tenant's charge.
+"""Asks a model on a request's behalf, in room that nobody else waits for: have two questions the same answer?
 
-It is never queued. Where no upstream of the model has room at once, or others wait for it, it is not asked at all; a
-server of ours gets it with the lowest priority. Rules lead it as they lead the tenant's own requests, so a tenant's
-text goes to no upstream that its requests may not go to. Its tokens are in the fair queue's count, the limits and the
-budgets of its tenant, and in no account: it is no request of a client.
-
-Asks a model of the upstreams for one word, in spare room: have two questions the same answer?
+It never waits in a queue. Where no upstream of the model has room at once, or others wait for it, it is not asked; a
+server of ours gets it with the lowest priority. The tenant's own rules lead it. Its tokens count in the tenant's share,
+limits and budgets, and in no account: no client sent it.
 
 Vectors say that two questions are near, and near questions are where wrong answers come from: a sign, a negation, a
-name, an order. So a like question is a hit only where this model says "yes" as well. Whatever else it says, and
-whatever comes too late, is a miss.
-
-The questions may say anything, to the verifier too. They come to it as JSON strings, which they cannot leave, under an
-instruction that calls them data; a form allows the answers "yes" and "no" and nothing besides; and what is not exactly
-one of these is none. Both questions are of one tenant, so whoever talks the verifier round is given his own tenant's
-answer.
+name, an order. So a like question is a hit only where this verifier says "yes" too; all else, and what is late, is a
+miss. Questions may say anything, to the verifier too: they come as JSON strings under an instruction that calls them
+data, and a form allows "yes" and "no" alone. Both are of one tenant, who can only deceive himself.
 """
 
 import asyncio

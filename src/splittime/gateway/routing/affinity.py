@@ -2,31 +2,17 @@
 
 What counts is what goes beyond the beginning that everybody shares (`PrefixTable`): a prefix cache has that anywhere.
 The upstream may have more in flight than the least loaded one: `load_cap` times as much, `slack_tokens`, and as many
-tokens as it need not compute again. Of those within the cap, the one that served most of the prompt has it, the latest
-of equal ones; if there is none, load decides as ever. Nobody knows what an upstream still has: this goes by what was
-sent there, and an attempt that fails is forgotten.
+tokens as it need not compute again. Of those within the cap the one that served most of the prompt has it, the latest
+of equal ones; without any, load decides. It goes by what was sent there; an attempt that fails is forgotten.
 
-What affinity reads of a request: its prompt as bytes to which the next turn of a chat only appends.
+A prompt is read as bytes to which a chat's next turn only appends: messages, and tools and instructions before them,
+one after the other in one form (names in order, no spaces, no nulls) without a closing bracket. None of it is sent on.
 
-Messages (or items of a response's input), and tools and instructions before them, are written in one form (names in
-order, no spaces, no nulls), one after the other with nothing around them: a chat's turn begins with the whole of the
-turn before. A prompt lacks its closing quote or bracket for the same reason. Nothing of this is sent anywhere;
-`PrefixTable` keeps hashes of it.
-
-Who served which beginnings of prompts of late, and which beginnings most conversations share.
-
-A prompt is cut into blocks of `BLOCK_BYTES`. A block's key is a keyed hash of its tenant, the client's `cache_salt`,
-the model, and all of the text up to its end: nobody's prompts say anything of another tenant's, and keys mean nothing
-to another process. Of each block the table knows who served it, the latest first, and how many conversations of its
-scope had it, where older ones weigh less (`RECENT`).
-
-A request belongs to a conversation that is known if it goes on where another request ended: in the same blocks, and
-with the same bytes behind the last of them. Anything else is a new conversation. A beginning that more than half of the
-latest ones have, and more than `FEW`, is everybody's: a system prompt, the same tools. It does not say who should have
-a request.
-
-The table has at most `max_blocks`; what nobody has asked for longest goes first, and of one prompt its end before its
-beginning, since a request looks at all of its blocks.
+The table cuts a prompt into blocks of `BLOCK_BYTES`. A block's key is a keyed hash of tenant, `cache_salt`, model and
+all text up to its end, so it says nothing to other tenants or processes. Of each block the table knows who served it,
+and how many conversations had it, older ones weighing less (`RECENT`). A request goes on with a known conversation if
+it holds the same blocks and the same bytes behind them. A beginning that more than half of the latest conversations
+have, and more than `FEW`, is everybody's. Of at most `max_blocks` the longest unused go first, ends before beginnings.
 """
 
 import secrets

@@ -1,30 +1,15 @@
-"""Small or large: a request whose model is the name of a `[[difficulty]]` goes to the small model, whose first tokens
-decide whether the large one is asked in its place (`escalation`).
+"""Routing by difficulty: `[[difficulty]]` gives a request to a small model, whose first tokens say whether the large
+one is asked in its place (`escalation`). Here: the bound, where it comes from, and how many answers are asked anew.
 
-A route's escalations while its config serves: its bound, and how many of its latest answers were asked anew.
+How sure a model is of its answer is the mean log-probability of its first tokens, read from chats
+(`logprobs.content[].logprob`; llama.cpp's completions too) or completions (`logprobs.token_logprobs[]`).
 
-Without a limit a bound that suits other traffic than today's would send everything to both models, which costs more
-than the large one alone, and the large one is chosen for fewer.
+The bound is given, or found in judged prompts (`labels`, also read by `gateway evaluate`): the lowest at which the
+answers are worth `target`, by the lower end of their interval. Each line of that file is a JSON object: `small_right`
+(true, false, or a judge's number from 0 to 1), `small_logprob`, and, where known, `large_right` and both costs in any
+unit. A large model's answer that nobody judged is taken to be right. Errors name a line and never its text.
 
-Prompts with what two models' answers to them were worth: the file of `escalate.labels`, and what `gateway evaluate`
-reads; and the bound that is found in such a file.
-
-Each line is a JSON object. `small_right` says whether the small model's answer was good enough: true, false, or a
-number from 0 to 1 of a judge; `small_logprob` is the mean log-probability of its first tokens. `large_right` says of
-the large one's answer what `small_right` says of the small one's, and the costs, in any unit, are there if they are
-known. Other names mean nothing here. Errors name a line and never its text.
-
-The bound is the lowest at which the worth of answers reaches the target: with the lower end of its interval, so that
-few labels promise little. Where a file does not say what the large model's answers were worth they are taken to be
-right, and nothing is uncertain about them.
-
-How sure a model seems of its answer: the log-probabilities of the first tokens, as its server tells them.
-
-Two forms are read: `logprobs.content[].logprob` of chats (and of llama.cpp's completions), and
-`logprobs.token_logprobs[]` of completions.
-
-The bound of a route's first tokens, found from judged prompts: `labels` of an `escalate`. Found is the lowest bound at
-which the answers are worth the route's `target`, where those below it are the large model's.
+The share of answers that are asked anew is limited: under other traffic a bound might send everything to both models.
 """
 
 from collections import deque

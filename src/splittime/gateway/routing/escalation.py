@@ -2,18 +2,14 @@
 
     held back -> sure: given, and passed on as it comes | unsure: cut off, and the large model is asked
 
-It is unsure where the mean log-probability of its first tokens is below the route's bound (`difficulty`). A stream is
-looked at while it comes; an answer that is no stream comes as a whole, and is looked at then. Where nothing can be said
-of it (a server that tells no log-probabilities, several answers at once) it is given, and the account says why. An
-unsure answer is given too where as many of the latest were asked anew as may be, where no first byte of the large model
-is to be expected before the request's deadline, and where that has no place at that moment: an escalation waits for
-nobody.
+An answer is unsure where the mean log-probability of its first tokens is below the route's bound (`difficulty`). A
+stream is looked at while it comes, another answer as a whole. It is given all the same, and the account says why, where
+
+* no log-probabilities are told, or several answers are asked at once
+* as many of the latest were asked anew as may be
+* no first byte of the large model is expected before the deadline, or it has no place now: an escalation never waits
 
 An answer that is asked anew is no retry: it counts in no budget, and has the time that is left of the request's own.
-
-Routing by difficulty in one request: which model it is given to, whether that is asked anew, and what it is told.
-
-the small model -> its first tokens decide -> that answer | the large one
 """
 
 import time

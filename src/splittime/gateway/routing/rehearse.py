@@ -1,20 +1,15 @@
 """What another config would have done with a ledger's requests: rules, aliases and the limits of keys, replayed.
 
-Both configs are replayed, so that what differs is due to the configs. A request comes when it came, lasts as long as it
-lasted and uses the tokens that it used, which are none where no upstream was asked (the cache or a template answered);
-one that would have been refused frees its place. Budgets of a day and a month are those of the ledger's dates, unused
-when it begins: what `budget_file` held then, nobody knows. What depends on the upstreams of that day, queueing,
-shedding and breakers, and on the answers that were kept, is not replayed. A body counts as one answer, as no ledger
-says how many it asked for. A request that was refused before its body was read has no features: the limits of both see
-it, as one of no tokens, the rules do not. What first tokens decided is not replayed either: a `[[difficulty]]` is told
-as its small model.
+Both configs are replayed, so what differs is due to the configs. A request comes when it came, and takes the time and
+tokens that it took: none where no upstream was asked. One that would have been refused frees its place. Budgets follow
+the ledger's dates and begin unused. Not replayed: queueing, shedding, breakers, kept answers and first tokens (a
+`[[difficulty]]` is told as its small model). A body counts as one answer. A request that was refused before its body
+was read has no features: both configs' limits see it as one of no tokens, and no rule does.
 
-What routing by difficulty costs and is worth, on prompts for which both models' answers were judged.
-
-A point of the curve is one bound of the first tokens: the mean cost and the mean worth of the answers, and `gain`, by
-which that is more than random routing of the same cost would be worth. Routing is worth having where the gain's
-interval is above 0. An unsure answer costs the small model's price and the large one's. Figures of other prompts than
-the labels are to be preferred: the bound was chosen with those.
+`gateway evaluate` draws what routing by difficulty costs and is worth, on prompts for which both answers were judged.
+A point of the curve is one bound: mean cost, mean worth, and `gain` over random routing of the same cost. Routing pays
+where the gain's interval is above 0. An unsure answer costs both models' prices. Use other prompts than the labels that
+the bound was found with.
 """
 
 from collections import Counter, defaultdict
