@@ -1,5 +1,7 @@
 """What of one prompt was known and computed all the same, and why: `explain` tells it of each request."""
 
+from itertools import chain
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rules_prompts import PROMPTS, SHARED, after_another, blocks_of
@@ -46,7 +48,7 @@ def test_an_edit_of_the_history_is_found_where_it_is(data):
     piece = data.draw(st.integers(0, turn - 2))
     at_token = sum(map(len, pieces[:piece])) + data.draw(st.integers(0, len(pieces[piece]) - 40))
     gone, new = data.draw(st.sampled_from([(30, 30), (40, 0), (0, 12)]))
-    prompts = [sum(pieces[:n], []) for n in range(1, turn + 1)]
+    prompts = [list(chain.from_iterable(pieces[:n])) for n in range(1, turn + 1)]
     prompts[-1] = prompts[-1][:at_token] + ids(new, 9) + prompts[-1][at_token + gone :]
     books = Ward(**PROMPTS).run(*after_another(*prompts))
     found, names = told_of(books, turn - 1)
