@@ -225,3 +225,9 @@ def test_what_is_no_ledger_is_refused_with_2(tmp_path: Path) -> None:
     (tmp_path / "text.sqlite").write_text("no")
     result = invoke(tmp_path / "text.sqlite")
     assert (result.exit_code, "not a readable ledger" in result.stderr) == (2, True)
+
+
+def test_who_names_no_ledger_is_told_so() -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no ledger is named: there is nothing to simulate\nhint:  Name a ledger")

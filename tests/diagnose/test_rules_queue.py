@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 from ward import Case, Ward, ids
 
 from splittime.diagnose.doctor import diagnose
@@ -46,6 +47,15 @@ def test_overload_grows():
     ward = Ward(step_ms=0.1, token_ms=2.0, settings={"max_num_seqs": 64})
     diagnosis = diagnose(ward.run(*poisson(15, 150)))
     assert diagnosis.findings[0].name == "overload"
+
+
+def test_an_overload_is_told_the_same_where_clients_use_an_id_again():
+    """Two requests of one id were one arrival, whose wait lasted from the first to the second's end."""
+    books = Ward(step_ms=0.1, token_ms=2.0, settings={"max_num_seqs": 64}).run(*poisson(15, 150))
+    again = [msgspec.structs.replace(a, group_id=f"mine-{i % 50}") for i, a in enumerate(books.accounts)]
+    told = [diagnose(msgspec.structs.replace(books, accounts=accounts)) for accounts in (books.accounts, tuple(again))]
+    assert [one.findings[0].claim for one in told] == [told[0].findings[0].claim] * 2
+    assert [one.num_requests for one in told] == [150, 150]
 
 
 def test_an_overload_of_which_nothing_has_ended_says_what_is_served():

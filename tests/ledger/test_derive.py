@@ -71,10 +71,10 @@ def test_prompt_buckets(tokens, name):
 
 
 def test_choices_are_one_request_and_an_id_that_comes_again_is_two():
-    ids = [("a", "a-0"), ("a", "a-1"), ("mine", "mine"), ("mine", "mine"), ("b", "b-0"), ("b", "b-1"), ("b", "b-0")]
-    accounts = [msgspec.structs.replace(books.example(), group_id=group, request_id=one) for group, one in ids]
-    assert derive.num_requests(accounts) == 1 + 2 + 2
-    assert derive.num_requests([]) == 0
+    asked = [("a-0", 1), ("a-1", 1), ("b-0", 1), ("mine-0", 1), ("mine-1", 1), ("mine-0", 2), ("mine-1", 2)]
+    accounts = [books.example(request_id, start_ns) for request_id, start_ns in asked]
+    assert [account.group_id for account in accounts[:3]] == ["a", "a", "b"]
+    assert len(set(map(derive.request_of, accounts))) == 1 + 1 + 2
 
 
 @given(books.step_runs())

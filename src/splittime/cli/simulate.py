@@ -152,8 +152,9 @@ def _of_replica(source: str | None, load: dict[str, Any]) -> "ServedLoad":
 
     replica = load_replica(Path(source)) if source is not None and not is_url(source) else None
     if not load:
-        hint = "Describe a load (--rate 20 --input-tokens 64 --output-tokens 32), or name a ledger."
-        raise ConfigError("a calibration has no requests to simulate", param="ledger", hint=hint)
+        hint = "Name a ledger (serve --ledger-file FILE), or a load: --rate 20 --input-tokens 64 --output-tokens 32."
+        what = "no ledger is named" if source is None else f"{source} has no requests"
+        raise ConfigError(f"{what}: there is nothing to simulate", param="ledger", hint=hint)
     replica = replica or kept_calibration(source).replica
     return ServedLoad(replica, requests_for(load, replica), replica.facts, {})
 

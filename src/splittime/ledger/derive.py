@@ -17,7 +17,6 @@ The device book is the machine's view of the same time. What it promises, in int
     sum(shares) + host_gap_ns + idle_ns == wall_ns
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import ceil
@@ -107,12 +106,9 @@ def cancel_to_freed_ns(account: ClosedAccount) -> int | None:
     return max(0, account.freed_ns - account.cancelled_ns)
 
 
-def num_requests(accounts: Iterable[ClosedAccount]) -> int:
-    """Returns how many HTTP requests these are of. Each choice of one has an account; a client may use an id again."""
-    most: dict[str, int] = {}
-    for (group_id, _), times in Counter((one.group_id, one.request_id) for one in accounts).items():
-        most[group_id] = max(times, most.get(group_id, 0))
-    return sum(most.values())
+def request_of(account: ClosedAccount) -> tuple[str, int]:
+    """Returns what tells an HTTP request from others: its choices have an account each, and an id may come again."""
+    return account.group_id, account.start_ns
 
 
 def stage_totals_ns(account: ClosedAccount) -> dict[tuple[Stage, Cause | None], int]:

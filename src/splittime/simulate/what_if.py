@@ -155,7 +155,7 @@ def predict_of(
     return Prediction(
         change=change,
         figures=found,
-        num_requests=derive.num_requests(one.account for one in load.requests if not one.account.is_turned_away),
+        num_requests=len({derive.request_of(one.account) for one in load.requests if not one.account.is_turned_away}),
         num_refused=sum(traced.account.is_turned_away for traced in load.requests),
         waits=any(traced.follows is not None for traced in load.requests),
         leaves_out_drafts=load.replica.guesses_ahead and not any(traced.drafts for traced in load.requests),

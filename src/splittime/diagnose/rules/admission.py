@@ -113,7 +113,7 @@ def _more_slots_by_vllm(books: Books, wanted: int) -> OtherCure:
 
 def _choices(accounts: Sequence[ClosedAccount]) -> str:
     """A sentence on requests that ask for several answers, each of which takes a slot."""
-    requests, most = num_requests(accounts), max(Counter(account.group_id for account in accounts).values())
+    requests, most = num_requests(accounts), max(Counter(map(derive.request_of, accounts)).values())
     if most < MANY_CHOICES:
         return ""
     return f" Each choice takes one: {requests} requests asked for {len(accounts)} (n up to {most})."
@@ -316,17 +316,17 @@ class Arrival(msgspec.Struct, frozen=True):
 def _by_server(books: Books) -> list[Arrival]:
     """The wait is the time in the queue; of a request with several choices the longest, until the last one's end. What
     was refused for another reason than want of room asked nothing of the server."""
-    found: dict[str, Arrival] = {}
+    found: dict[tuple[str, int], Arrival] = {}
     for account in books.accounts:
         is_refused = account.is_turned_away
         if account.is_refused and not is_refused:
             continue
         wait_ns = time_ns(account, in_stages(Stage.QUEUE))
-        before = found.get(account.group_id)
+        before = found.get(derive.request_of(account))
         if before is not None:
             wait_ns, is_refused = max(wait_ns, before.wait_ns), is_refused or before.is_refused
         end_ns = max(account.end_ns, before.end_ns if before is not None else 0)
-        found[account.group_id] = Arrival(account.request_id, account.start_ns, wait_ns, end_ns, is_refused)
+        found[derive.request_of(account)] = Arrival(account.request_id, account.start_ns, wait_ns, end_ns, is_refused)
     return sorted(found.values(), key=lambda arrival: arrival.at_ns)
 
 

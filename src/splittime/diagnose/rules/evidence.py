@@ -49,7 +49,7 @@ def total_ns(accounts: Iterable[ClosedAccount]) -> int:
 def num_requests(accounts: Iterable[ClosedAccount], wanted: Iterable[str] | None = None) -> int:
     """Returns how many HTTP requests these are of; of these accounts, by id."""
     ids = None if wanted is None else set(wanted)
-    return derive.num_requests(account for account in accounts if ids is None or account.request_id in ids)
+    return len({derive.request_of(one) for one in accounts if ids is None or one.request_id in ids})
 
 
 def time_ns(account: ClosedAccount, wanted: Callable[[StageInterval], bool]) -> int:
