@@ -9,10 +9,11 @@ Beside the scheduler's own causes it makes what the kernel would state: steps in
 or waits for a processor (`Hindered`); and guesses of what follows (`Guessing`), which the scheduler has verified.
 """
 
+import pickle
 import random
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -39,6 +40,8 @@ from splittime.simulate.fake import FakeRunner
 from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 MS = 1_000_000
+MOST_KEPT = 64
+RAN: dict[bytes, tuple[Books, list[ClosedAccount], list[StepRecord], int]] = {}
 WRITE_NS = 50_000
 
 
@@ -164,13 +167,25 @@ class Ward:
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(10**9))
 
     def run(self, *cases: Case) -> Books:
+        """Runs once what several tests of this process ask for: nobody changes books."""
+        asked = [getattr(self, one.name) for one in fields(self) if one.name != "clock"]
+        key = pickle.dumps((asked, cases, self.clock.now_ns()))
+        if key not in RAN:
+            RAN[key] = self._run(*cases), self.closed, self.steps, self.clock.now_ns()
+            if len(RAN) > MOST_KEPT:
+                del RAN[next(iter(RAN))]
+        books, self.closed, self.steps, end_ns = RAN[key]
+        self.clock = VirtualClock(end_ns)
+        return books
+
+    def _run(self, *cases: Case) -> Books:
         config = SchedulerConfig(**({"max_model_len": 4096, "num_blocks": 4096} | self.settings))
         costs = (int(self.step_ms * MS), int(self.token_ms * MS))
         runner = Hindered(config.block_size, 4000, 0, *costs, self.clock, self.execution)
         parts = EngineParts(Engine(Scheduler(config), plans_ahead=self.plans_ahead), self._answering(runner))
-        self.crank = Crank(parts, self.clock, processor=runner)  # type: ignore[arg-type]
+        crank = Crank(parts, self.clock, processor=runner)  # type: ignore[arg-type]
         host = HostCosts(int(self.gap_ms * MS), int(self.wake_ms * MS), int(self.take_ms * MS))
-        played = TimedRun(self.crank, self.clock, host, on_end=self._close)
+        played = TimedRun(crank, self.clock, host, on_end=self._close)
         self.closed: list[ClosedAccount] = []
         self.engine_ran_ns = self.kept_ns = 0
         self._cases: dict[str, Case] = {}
