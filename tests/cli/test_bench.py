@@ -4,8 +4,6 @@ import asyncio
 import http.server
 import json
 import re
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -14,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import forked
 from splittime.bench.book.records import Ending, load_run
 from splittime.bench.schedule import load_schedule
 from splittime.bench.share import Progress
@@ -28,15 +27,13 @@ SMALL = ["--input-tokens", "8", "--output-tokens", "3"]
 
 @contextmanager
 def mock_server(*flags):
-    command = [sys.executable, "-m", "splittime.cli.main", "bench", "mock-server", "--port", "0", "--json", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = forked.Command(["bench", "mock-server", "--port", "0", "--json", *flags])
     try:
         yield json.loads(process.stdout.readline())["url"]
     finally:
         process.terminate()
         process.wait(60)
         process.stdout.close()
-        process.stderr.close()
 
 
 @pytest.fixture(scope="module")

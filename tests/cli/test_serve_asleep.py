@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from patience import until
 
 WORKER = str(Path(__file__).with_name("sleepy_serve_worker.py"))
@@ -46,11 +47,6 @@ def call(url, body=None, method="POST"):
         return error.code, json.load(error)
 
 
-def run(*words):
-    command = [sys.executable, "-m", "splittime.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
 def test_bench_and_doctor_of_a_sleeping_server_and_sigterm(server):
     process, report = server
     url, body = report["url"], {"model": report["model"], "prompt": "hello", "max_tokens": 5}
@@ -58,10 +54,10 @@ def test_bench_and_doctor_of_a_sleeping_server_and_sigterm(server):
     assert call(f"{url}/sleep?level=2")[1]["changed"] is True
     status, answer = call(f"{url}/v1/completions", body)
     assert (status, answer["error"]["code"]) == (503, "asleep")
-    bench = run("bench", "run", url, "--num-requests", "2", "--concurrency", "1")
+    bench = forked.run(["bench", "run", url, "--num-requests", "2", "--concurrency", "1"])
     assert bench.returncode in (1, 3), bench.stderr  # 3: on a busy machine the client itself may be late
     assert "2 refused: the server is asleep" in bench.stdout
-    doctor = run("doctor", url)
+    doctor = forked.run(["doctor", url])
     assert doctor.returncode == 1, doctor.stderr
     assert "1. sleeping" in doctor.stdout
     assert "Traceback" not in doctor.stderr

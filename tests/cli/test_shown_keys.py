@@ -1,10 +1,8 @@
 """A key in a command line is warned of, of whatever kind it is, and no key is repeated."""
 
-import subprocess
-import sys
-
 import pytest
 
+import forked
 from splittime.cli.main import warning_of
 
 
@@ -40,17 +38,6 @@ def test_nothing_else_is(words: list[str]) -> None:
 
 
 def test_the_command_says_it_beside_its_output() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "splittime.cli.main",
-        "explain",
-        "x",
-        "--url",
-        "http://127.0.0.1:9",
-        "--api-key",
-        "hunter2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = forked.run(["explain", "x", "--url", "http://127.0.0.1:9", "--api-key", "hunter2"])
     assert "warning: --api-key: " in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
