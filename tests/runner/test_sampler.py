@@ -1,15 +1,18 @@
 """Choosing tokens: distributions by chi-square, filters and penalties against literal loops, seeds against batches."""
 
 import math
+import tracemalloc
 from collections import Counter
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from splittime.core.errors import ConfigError
 from splittime.core.sampling import SamplingParams
+from splittime.core.step import TokenLogprob
 from splittime.kernels.choose import make_backend
 from splittime.runner import penalties, sampler
 from splittime.runner.sampler import uniforms
@@ -296,3 +299,21 @@ def test_the_kernel_sees_what_is_not_finite(value, place):
     x = logits_of(13, rows=5, vocab=301)
     x[3, place] = value
     assert native_ops().finite(x) == [True, True, True, False, True]
+
+
+def test_alternatives_are_packed_and_come_out_as_they_were():
+    """As tuples 20 of them took 2.2 KB of memory."""
+    logits, counts = logits_of(rows=64, vocab=32_000), [20] * 60 + [0, 1, 2, 3]
+    found = sampler.describe(logits, torch.arange(64) + 1000, 20)
+    made = sampler.token_logprobs(found, list(range(1000, 1064)), counts)
+    wire, decoder = msgspec.msgpack.encode(made), msgspec.msgpack.Decoder(list[TokenLogprob])
+    want = logits.log_softmax(-1)
+    for line, (one, count) in enumerate(zip(decoder.decode(wire), counts, strict=True)):
+        best = want[line].topk(20)
+        assert one.top == tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))[:count]
+        assert (one.token_id, one.logprob) == (1000 + line, want[line, 1000 + line].item())
+    tracemalloc.start()
+    kept = [decoder.decode(wire) for _ in range(20)]
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes / sum(map(len, kept)) < 400

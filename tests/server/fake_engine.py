@@ -22,7 +22,7 @@ from splittime.core.engine import (
 )
 from splittime.core.errors import Conflict, ErrorInfo, Overloaded
 from splittime.core.request import FinishReason, Request
-from splittime.core.step import TokenLogprob
+from splittime.core.step import PAIR, TokenLogprob
 from splittime.drive.client import StreamItem
 from splittime.drive.residency import refusal
 from splittime.ledger.account import Account, Mark
@@ -228,11 +228,13 @@ class FakeEngine:
             self.running.remove(state)
         logprobs: tuple[TokenLogprob, ...] = ()
         if sampling.logprobs is not None:
-            top = tuple((token_id + i, -0.5 - i) for i in range(sampling.logprobs))
+            top = b"".join(PAIR.pack(token_id + i, -0.5 - i) for i in range(sampling.logprobs))
             logprobs = (TokenLogprob(token_id, -0.5, 1, top),)
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if first and sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(TokenLogprob(t, -1.0, 1, ((t, -1.0),)) for t in request.prompt_token_ids[1:])
+            others = b"".join(PAIR.pack(1 + i, -1.5 - i) for i in range(sampling.prompt_logprobs - 1))
+            each = ((t, PAIR.pack(t, -1.0) + others) for t in request.prompt_token_ids[1:])
+            prompt_logprobs = tuple(TokenLogprob(t, -1.0, 1, top) for t, top in each)
         output = RequestOutput(
             request.request_id,
             token_ids=(token_id,),

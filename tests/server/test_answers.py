@@ -226,7 +226,7 @@ def test_completion_logprobs_and_echo(launch) -> None:
     assert choice["text"] == "abhé"
     assert logprobs["tokens"] == ["a", "b", "h", "bytes:\\xc3", "bytes:\\xa9"]
     assert logprobs["token_logprobs"] == [None, -1.0, -0.5, -0.5, -0.5]
-    assert logprobs["top_logprobs"][:3] == [None, {"b": -1.0}, {"h": -0.5, "i": -1.5}]
+    assert logprobs["top_logprobs"][:3] == [None, {"b": -1.0, "\x01": -1.5}, {"h": -0.5, "i": -1.5}]
     assert logprobs["text_offset"] == [0, 1, 2, 3, 3]
 
 

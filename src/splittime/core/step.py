@@ -8,6 +8,7 @@ it, and decode are all rows. The KV cache of tokens [0, start) is already in the
     token positions:        0..3 4..7 8..11          position p lives in block_ids[p // block_size], slot p % block_size
 """
 
+from struct import Struct
 from typing import Protocol
 
 import msgspec
@@ -16,6 +17,7 @@ from splittime.core.errors import ErrorInfo
 from splittime.core.sampling import SamplingParams
 
 THOUSAND = 1000  # chances are whole thousandths
+PAIR = Struct("=if")  # a token's id and its logprob, which runners have as float32
 PENDING = -1
 """In the place of a row's one token: the token that this request samples in the step before, which is still running."""
 
@@ -94,12 +96,17 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log-probability of a token under the model (before temperature and filters), its rank (1 is the most likely),
-    and the most likely alternatives as (token_id, logprob), best first."""
+    and the most likely alternatives, `PAIR` by `PAIR`: twenty as tuples take 2.2 KB."""
 
     token_id: int
     logprob: float
     rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    packed: bytes = b""
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """Returns the alternatives as (token_id, logprob), best first."""
+        return tuple(PAIR.iter_unpack(self.packed))
 
 
 class RowResult(msgspec.Struct, frozen=True, gc=False, array_like=True):

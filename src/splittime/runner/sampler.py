@@ -288,10 +288,12 @@ def describe(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
 
 def token_logprobs(found: Logprobs, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """One for each of the N rows: what was described of its token, and as many alternatives as it wants."""
-    lists = (one.tolist() for one in (found.chosen, found.ranks, found.ids, found.values))
+    pairs = torch.stack((found.ids.int(), found.values.view(torch.int32)), -1).cpu().numpy()
     return [
-        TokenLogprob(token, chosen, rank, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token, count, chosen, rank, ids, values in zip(tokens, counts, *lists, strict=True)
+        TokenLogprob(token, chosen, rank, line[:count].tobytes())
+        for token, count, chosen, rank, line in zip(
+            tokens, counts, found.chosen.tolist(), found.ranks.tolist(), pairs, strict=True
+        )
     ]
 
 
