@@ -186,6 +186,21 @@ def test_what_runs_is_looked_at_once_until_a_step_or_a_request_ends() -> None:
     assert model.wait_s(0, 0, 1)[0] == 0
 
 
+def test_who_asks_the_same_is_told_what_was_found_until_a_step_or_a_request_ends(monkeypatch) -> None:
+    """A refusal asks twice, and at ten times overload that was a fifth of what it took."""
+    model = waits(decoding(18, 15, 10, 2))
+    asked, total_ns = list[tuple[float, ...]](), model.cost.total_ns
+    monkeypatch.setattr(model.cost, "total_ns", lambda features: asked.append(features) or total_ns(features))
+    first = model.wait_s(1, 100, 1)
+    looked = len(asked)
+    assert (model.wait_s(1, 100, 1), len(asked)) == (first, looked)
+    assert (model.wait_s(2, 100, 1) != first, len(asked)) == (True, 2 * looked)
+    model.take(ended(200))
+    assert (model.wait_s(1, 100, 1) is not None, len(asked)) == (True, 3 * looked)
+    model.take(ended(200, cached_tokens=90))
+    assert model.wait_s(1, 100, 1) != first
+
+
 def test_admission_asks_the_model_and_says_so() -> None:
     room = Admission(QueueLimits(10, 1_000), predictor=waits(decoding(5, 12, 17, 18)))
     assert room.expected_wait().estimate == "model"

@@ -196,7 +196,7 @@ class ConfigError(SplittimeError):
     code = "invalid_config"
 
 
-ERROR_CLASSES: tuple[type[SplittimeError], ...] = (
+ERROR_CLASSES = (
     RequestError,
     NotFound,
     Conflict,
@@ -210,18 +210,10 @@ ERROR_CLASSES: tuple[type[SplittimeError], ...] = (
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
     """Returns the JSON body of an error. Its message ends with the hint: clients of every API show no other field."""
-    fields = {
-        "message": f"{info.message}; {info.hint}" if info.hint else info.message,
-        "type": info.kind,
-        "param": info.param,
-        "code": info.code,
-        "value": info.value,
-        "limit": info.limit,
-        "hint": info.hint,
-        "retry_after_s": info.retry_after_s,
-    }
-    always = ("message", "type", "param", "code")
-    return {"error": {key: value for key, value in fields.items() if key in always or value is not None}}
+    message = f"{info.message}; {info.hint}" if info.hint else info.message
+    told = {"message": message, "type": info.kind, "param": info.param, "code": info.code}
+    more = {"value": info.value, "limit": info.limit, "hint": info.hint, "retry_after_s": info.retry_after_s}
+    return {"error": told | {name: value for name, value in more.items() if value is not None}}
 
 
 def error_from_info(info: ErrorInfo) -> SplittimeError:

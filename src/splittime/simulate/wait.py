@@ -8,8 +8,8 @@ added for each further round. Rows decode meanwhile: no more at a time than ther
 those before have tokens left (few, where short answers wait for long prompts). What these steps take is
 a line of the sums of their features (`OnlineCost`).
 
-What runs is looked at once for all newcomers until a step or a request has ended: at ten times overload a thousand a
-second are refused, and a look at 64 rows cost each of them more than all else.
+What runs is looked at once for all newcomers until a step or a request has ended, and who asks the same is told the
+same: at ten times overload a thousand a second are refused, and a look at 64 rows cost each more than all else.
 
 Assumed: who comes first goes first; prompts find as much in the prefix cache as the latest did; nobody is preempted.
 
@@ -17,21 +17,19 @@ What a step takes, learnt step by step while the server runs.
 
     taken_ns = c0 + c1 [has prompts] + c2 decode rows + c3 prompt tokens + c4 KV positions + c5 pairs of prompts
 
-The line of `simulate.cost`, but of the whole step and the gap before it: what a wait is made of. Weighted least
-squares by its normal equations, with exponential forgetting. Steps that only decode and those with prompts are
-forgotten apart, so that thousands of the one leave what is known of the other. Errors count relative to the step's
-length. The equations are solved now and then (`SOLVE_EVERY`); a coefficient that would be negative is 0, the worst
-first (backward elimination, in place of an exact non-negative solution). What the steps do not tell apart stays as it
-was.
+The line of `simulate.cost`, but of the whole step and the gap before it. Weighted least squares by its normal
+equations, with exponential forgetting: apart for steps that only decode and for those with prompts. Errors count
+relative to the step's length. The equations are solved now and then (`SOLVE_EVERY`); a coefficient that would be
+negative is 0, the worst first. What the steps do not tell apart stays as it was.
 
-Plain Python: it runs in the serving process, which has no numpy. A step that decodes takes 7 microseconds of it, one
-with prompts 12, solutions included, and twice that on a busy machine (`benchmarks.scenarios.wait_forecast`).
+Plain Python, as the serving process has no numpy: a step takes 7 to 12 us (`benchmarks.scenarios.wait_forecast`).
 """
 
 import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from statistics import median
@@ -187,6 +185,7 @@ _GROWTH = math.exp(1 / MEMORY_STEPS)
 
 
 RECENT_REQUESTS = 256
+MOST_TOLD = 64
 MIN_REQUESTS = 8  # fewer ended ones say too little of how long they become
 _WEIGHT = 0.05  # of the newest, in what is learnt of prompts and drafts
 
@@ -265,13 +264,15 @@ class WaitModel:
         self._tokens_a_step = 1.0  # of a row that decodes; more with drafts
         self._last: StepRecord | None = None
         self._seen: Running | None = None  # until a step or a request ends
+        self._told = lru_cache(MOST_TOLD)(self._found_s)  # as long
 
     def take(self, record: ClosedAccount | StepRecord) -> None:
         """Learns from a record of the ledger, as its subscriber."""
         if isinstance(record, ClosedAccount):
             self._take_account(record)
             return
-        self._last, self._seen = record, None
+        self._last = record
+        self._forget()
         self.cost.learn(record)
         if record.verified or self._tokens_a_step > 1.001:
             drafts = sum(drafts for _, drafts, _ in record.verified)
@@ -281,11 +282,15 @@ class WaitModel:
 
     def _take_account(self, account: ClosedAccount) -> None:
         if not account.is_refused:
-            self._seen = None
+            self._forget()
         if account.output_tokens:
             self._lengths.add(account.output_tokens)
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
+
+    def _forget(self) -> None:
+        self._seen = None
+        self._told.cache_clear()
 
     def wait_s(
         self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0
@@ -293,10 +298,17 @@ class WaitModel:
         """Returns the seconds until the first step and until the first token of a newcomer of `own_tokens`, behind
         `requests` of `tokens` prompt tokens in all. None if too little was seen, or the model is too far off. key: that
         asks, of this weight; it gets slots from one that has more of them."""
-        stats, last = self._stats(), self._last
+        stats = self._stats()
         queue = _Queue.of(stats.knobs)
-        if queue is None or stats.is_paused or last is None or not self.cost.is_trusted:
+        if queue is None or stats.is_paused or self._last is None or not self.cost.is_trusted:
             return None
+        return self._told((stats.now_ns, stats.num_running), queue, requests, tokens, own_tokens, key, weight)
+
+    def _found_s(
+        self, _: object, queue: "_Queue", requests: int, tokens: int, own_tokens: int, key: str | None, weight: float
+    ) -> tuple[float, float] | None:
+        stats, last = self._stats(), self._last
+        assert last is not None
         running = self._seen = (self._seen if stats.num_running else None) or self._look(last)
         places = min(queue.slots, running.num + _room(stats, running.num))
         is_given = key is not None and _is_given_slots(running.slots, key, (requests + 1) / weight)
@@ -377,7 +389,7 @@ class _Queue(NamedTuple):
     @classmethod
     def of(cls, knobs: dict[str, object]) -> "_Queue | None":
         """None where they are not known, or of a kind that this is no model of."""
-        slots, budget, chunk = (knobs.get(name) for name in KNOBS)
+        slots, budget, chunk = map(knobs.get, KNOBS)
         if not isinstance(slots, int) or not isinstance(budget, int) or knobs.get("batching") == "static":
             return None
         return cls(slots, budget, chunk if isinstance(chunk, int) and knobs.get("enable_chunked_prefill") else None)

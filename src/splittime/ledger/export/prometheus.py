@@ -320,7 +320,7 @@ class PrometheusExporter(Collector):
         self._count("splittime_tokens_total", "ahead", account.ahead_tokens)
         self._count("splittime_tokens_total", "output", account.output_tokens)
         self._observe_latencies(account)
-        for name, amount in request_amounts(account):
+        for name, amount in () if account.is_refused else request_amounts(account):
             self._histograms[name].observe((), amount)
 
     def _observe_latencies(self, account: ClosedAccount) -> None:
