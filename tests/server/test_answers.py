@@ -5,6 +5,7 @@ import json
 import pytest
 
 from splittime.core.engine import EngineStats
+from splittime.server import prompts
 
 from .conftest import EOS, LiveServer, say
 
@@ -240,6 +241,21 @@ def test_echo_alone_generates_nothing_to_show(launch) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     events = live.events("/v1/completions", body)
     assert joined(events) == "abc"
+
+
+def test_an_answer_that_is_no_stream_has_a_bounded_number_of_logprobs(launch, monkeypatch) -> None:
+    """It is kept until its end: 128 answers of 30,000 tokens with 20 others each were 8 GB."""
+    monkeypatch.setattr(prompts, "MOST_LOGPROBS", 100)
+    live, body = launch(say("a" * 50, end=False)), {"prompt": "b" * 30, "n": 2, "max_tokens": 50, "logprobs": 4}
+    _, headers, answer = live.post("/v1/completions", body)
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [10, 10]
+    assert "max_tokens was clamped to 10" in headers["x-splittime-notice"]
+    assert joined(live.events("/v1/completions", body)) == "a" * 100
+    assert len(live.post("/v1/completions", {**body, "max_tokens": 10})[2]["choices"][0]["text"]) == 10
+    status, _, answer = live.post("/v1/completions", {**body, "echo": True})
+    assert (status, answer["error"]["param"], answer["error"]["limit"]) == (400, "logprobs", 100)
+    strict = launch(say("a" * 50, end=False), config={"strict": True})
+    assert [strict.post("/v1/completions", {**body, "max_tokens": most})[0] for most in (10, 11)] == [200, 400]
 
 
 def test_chat_logprobs_have_bytes(launch) -> None:

@@ -41,6 +41,7 @@ from splittime.web.http import Disconnected
 from splittime.web.tenants import Sharer
 
 ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
+MOST_LOGPROBS = 2**21  # of one answer that is no stream: 50 MB, and two or three times that as it is rendered
 now_ns = time.monotonic_ns
 
 
@@ -262,10 +263,23 @@ def output_budgets(
 
     Raises `RequestError` if a prompt is empty or leaves no room; `is_strict`: also if less is left than is asked.
     """
-    field, count = ENDPOINTS[ask.endpoint].prompts_field, len(prompts)
+    field, count, most = ENDPOINTS[ask.endpoint].prompts_field, len(prompts), _most_scored(prompts, ask)
     params = [numbered(field, index, count) for index in range(count)]
     each = zip(prompts, params, strict=True)
-    return [_output_budget(prompt.token_ids, ask, model, param, is_strict) for prompt, param in each]
+    budgets = [_output_budget(prompt.token_ids, ask, model, param, is_strict) for prompt, param in each]
+    if most < ((ask.sampling.max_tokens or 1) if is_strict else max(1, ask.sampling.least_tokens)):
+        told = f"{ask.num_choices} answers with {ask.sampling.logprobs} logprobs are too many for one that is no stream"
+        hint = "stream it, or ask for fewer logprobs or choices"
+        raise RequestError(told, param="logprobs", value=ask.sampling.logprobs, limit=MOST_LOGPROBS, hint=hint)
+    return [min(budget, most) for budget in budgets]
+
+
+def _most_scored(prompts: Sequence[TokenizedPrompt], ask: Ask) -> int:
+    """Returns the tokens that each answer may have with its logprobs. What is no stream is kept until its end."""
+    if ask.stream or ask.sampling.logprobs is None:
+        return 1 << 40
+    echoed = ask.n * sum(len(prompt.token_ids) for prompt in prompts) if ask.echo else 0
+    return (MOST_LOGPROBS // (1 + ask.sampling.logprobs) - echoed) // ask.num_choices
 
 
 def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param: str, is_strict: bool) -> int:
@@ -292,7 +306,9 @@ def notices_of(ask: Ask, prompts: Sequence[TokenizedPrompt], budgets: Sequence[i
     were cut, what of a chat was left out, and that no file says how its embeddings are made."""
     notices = [*pooling_notices(ask), *ask.left_out, *prompts[0].left_out]
     wanted, least = ask.sampling.max_tokens, min(budgets)
-    if wanted is not None and least < wanted:
+    if least == _most_scored(prompts, ask) != wanted:
+        notices += [f"max_tokens was clamped to {least}: what is no stream has at most {MOST_LOGPROBS} logprobs"]
+    elif wanted is not None and least < wanted:
         notices += [f"max_tokens {wanted} was clamped to {least}: the context has {model.max_model_len} tokens"]
     cut = [(prompt.whole_len, len(prompt.token_ids)) for prompt in prompts if prompt.whole_len > len(prompt.token_ids)]
     if not cut:
