@@ -185,7 +185,7 @@ def repeating():
     for number in range(40):
         prompt = [*shared[: rng.choice((16, 48, 64))], *ids(16 * rng.randrange(5), number % 7)]
         answer = ids(64, number % 5) * 2
-        parts, prefixes = prompt_hashes(prompt)
+        parts, prefixes, _ = prompt_hashes(prompt)
         found.append(
             account(
                 request_id=f"r{number}",

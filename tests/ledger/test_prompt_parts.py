@@ -14,6 +14,7 @@ from splittime.ledger.prompt_parts import (
     PREFIX_TOKENS,
     SHORT_TOKENS,
     WINDOW,
+    answer_hashes,
     prefix_list,
     prompt_hashes,
 )
@@ -89,6 +90,22 @@ def test_parts_are_the_same_in_every_process(seed):
     )
     assert done.stdout.strip() == str(prompt_hashes(list(range(500))).parts)
     assert prompt_hashes(list(range(500))).parts[0][0] == FIRST
+
+
+@given(st.integers(0, 10_000), st.integers(0, 100), st.integers(0, 90))
+def test_an_answers_hashes_go_on_from_the_prompts_which_is_not_read_again(seed, num_prompt, num_answer):
+    prompt, answer = some_tokens(num_prompt, seed), some_tokens(num_answer, seed + 1)
+    known, whole = prompt_hashes(prompt), prompt_hashes(prompt + answer).prefixes
+    assert known.prefixes + answer_hashes(prompt, answer) == whole
+    other = (0,) * (num_prompt - PREFIX_TOKENS - WINDOW) + prompt[-PREFIX_TOKENS - WINDOW :]
+    assert known.prefixes + answer_hashes(other, answer, known) == whole
+
+
+@pytest.mark.parametrize("num_prompt", [MAX_TOKENS - 20, MAX_TOKENS - 1, MAX_TOKENS, MAX_TOKENS + 40])
+def test_an_answers_hashes_end_where_a_prompts_do(num_prompt):
+    prompt, answer = some_tokens(num_prompt), some_tokens(50, 1)
+    known = prompt_hashes(prompt)
+    assert known.prefixes + answer_hashes(prompt, answer, known) == prompt_hashes(prompt + answer).prefixes
 
 
 FIRST = 92294657484788  # written down once: a change of the hash makes old ledgers incomparable with new ones

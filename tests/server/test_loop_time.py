@@ -1,6 +1,7 @@
 """No body holds up the event loop, whatever stands in it: it is read beside the loop, and what is left is short. Nor
 does what reads it hold the interpreter's lock for long."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from hostile_bodies import hostile_bodies
 from loop_meter import TRIES, LoopMeter, is_too_long, tried
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
+from splittime.server.writers import MANY_PARTS
 
 from .conftest import EOS, LiveServer, say
 from .fake_engine import FakeEngine
@@ -102,6 +104,61 @@ def test_a_whole_answer_of_many_logprobs_is_rendered_beside_the_loop(launch, pat
         assert {len(top) for top in tops} == {20}
 
     assert not is_too_long(*tried(LoopMeter(live.loop), ask))
+
+
+def test_a_streamed_echo_of_many_logprobs_is_written_in_pieces(launch) -> None:
+    """4,000 tokens of a prompt with 20 others each took 32 ms of the loop at once."""
+    live = launch(say("a" * 400), model={"max_model_len": 5000})
+    asked = {"prompt": "b" * 4000, "echo": True, "logprobs": 20, "max_tokens": 400}
+    *chunks, _ = live.events("/v1/completions", asked)
+    whole = live.post("/v1/completions", asked)[2]["choices"][0]
+    pieces = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(piece["text"] for piece in pieces) == whole["text"]
+    for name, values in whole["logprobs"].items():
+        assert [value for piece in pieces for value in piece["logprobs"][name]] == values
+    assert max(len(piece["logprobs"]["tokens"]) for piece in pieces) <= MANY_PARTS
+
+
+class NotingEngine(FakeEngine):
+    """Notes for each request how many had been submitted when its answer was first waited for."""
+
+    begun: Counter[int]
+
+    async def stream(self, request_id: str):
+        self.begun[len(self.submitted)] += 1
+        async for item in super().stream(request_id):
+            yield item
+
+
+def test_many_inputs_are_followed_as_they_are_handed_off() -> None:
+    """The first steps of 2,048 tasks, each of which reads what becomes of one, took 10 to 20 ms of one turn."""
+    engine = NotingEngine(say("a"))
+    engine.begun = Counter()
+    info = ModelInfo(names=("fake",), max_model_len=100, vocab_size=257, eos_token_ids=(EOS,))
+    with LiveServer(engine, ServerConfig(port=0), info) as live:
+        status, _, answer = live.post("/v1/embeddings", {"input": ["b"] * 2048})
+    assert (status, [each["index"] for each in answer["data"]]) == (200, list(range(2048)))
+    assert (engine.begun.total(), max(engine.begun.values()) < 1024) == (2048, True)
+
+
+def test_choices_that_end_at_once_are_closed_in_several_turns(launch) -> None:
+    """The accounts of 63 whose prompt has 8,000 tokens took 20 ms of one turn."""
+    live = launch(lambda request: list(b"a" * 200) if request.request_id.endswith("-63") else [*b"aaa", EOS])
+    turns, number, is_on = list[int](), 0, True
+
+    def turn() -> None:
+        nonlocal number
+        number += 1
+        if is_on:
+            live.loop.call_soon(turn)
+
+    live.ledger.subscribe(lambda record: turns.append(number))
+    live.call(turn)
+    events = live.events("/v1/completions", {"prompt": ["a"] * 4, "n": 16, "max_tokens": 200})
+    is_on = False
+    ends = [choice["index"] for event in events[:-1] for choice in event["choices"] if choice["finish_reason"]]
+    assert (sorted(ends), len(turns)) == (list(range(64)), 64)
+    assert max(Counter(turns).values()) <= 10
 
 
 def test_a_small_turn_behind_a_large_conversation_costs_what_is_new(server) -> None:

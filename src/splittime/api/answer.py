@@ -103,9 +103,9 @@ class Renderer:
 
     # ---- streamed
 
-    def event(self, choice: Choice) -> bytes:
-        """A chunk with all that is new of a choice that goes on."""
-        new = choice.take()
+    def event(self, choice: Choice, most_scored: int | None = None) -> bytes:
+        """A chunk with all that is new of a choice that goes on, or with so many logprobs that go before it."""
+        new = choice.take(most_scored)
         if self._is_preformatted and choice.index in self._opened:
             before, between, after = self._plain_parts
             return b"%b%d%b%b%b" % (before, choice.index, between, orjson.dumps(new.text), after)

@@ -90,6 +90,7 @@ class Choice:
         self.heard_ns = self.request.submitted_ns
         if self.echo is not None:
             self._new_text.append(self.echo.text)
+            self._score_prompt([None])
 
     @property
     def is_done(self) -> bool:
@@ -119,20 +120,18 @@ class Choice:
     def _take_tokens(self, step_id: int, ready_ns: int, output: RequestOutput) -> int:
         """Append the tokens up to a stop string; a stop id has no text."""
         if output.prompt_logprobs:
-            self.prompt_logprobs.extend(output.prompt_logprobs)
+            self._score_prompt(output.prompt_logprobs)
         if not output.token_ids:
             return 0
-        if self.echo is not None and not self.token_ids:
-            self._score_prompt()
         last = len(output.token_ids) - 1
         num_bytes = 0
         for i, token_id in enumerate(output.token_ids):
             self.token_ids.append(token_id)
             self.steps.append(step_id)
             self.ready_ns.append(ready_ns)
-            if output.logprobs:
+            if output.logprobs and not self.hides_output:
                 self.scored.append(Scored(token_id, self._offset(), output.logprobs[i]))
-                num_bytes += 100
+                num_bytes += 100 + 10 * len(output.logprobs[i].packed)
             if self.hides_output or (i == last and output.stop_token_id is not None):
                 continue
             if self.reasoning is not None:
@@ -157,14 +156,13 @@ class Choice:
     def _offset(self) -> int:
         return self.text.num_chars + (len(self.echo.text) if self.echo is not None else 0)
 
-    def _score_prompt(self) -> None:
+    def _score_prompt(self, new: Sequence[TokenLogprob | None]) -> None:
         """Echoed prompts carry their own logprobs, the first token's unknown."""
-        assert self.echo is not None
-        if self.request.sampling.prompt_logprobs is None:
-            return
-        logprobs = [None, *self.prompt_logprobs]
-        for token_id, offset, logprob in zip(self.request.prompt_token_ids, self.echo.offsets, logprobs, strict=False):
-            self.scored.append(Scored(token_id, offset, logprob))
+        at = len(self.scored)
+        self.prompt_logprobs.extend(one for one in new if one is not None)
+        if self.echo is not None and self.request.sampling.prompt_logprobs is not None:
+            ids, offsets = self.request.prompt_token_ids[at:], self.echo.offsets[at:]
+            self.scored.extend(map(Scored, ids, offsets, new))
 
     def _end_at_stop_string(self, ready_ns: int, output: RequestOutput) -> None:
         self.account.extend(mark for mark in output.marks if mark.begin_ns <= ready_ns)
@@ -199,15 +197,18 @@ class Choice:
 
     # ---- what the client gets
 
-    def take(self) -> NewOutput:
-        """All that no chunk holds yet; it counts as taken from now on."""
+    def take(self, most_scored: int | None = None) -> NewOutput:
+        """All that no chunk holds yet; it counts as taken from now on. most_scored: so many logprobs go before it."""
+        if most_scored is not None:
+            scored, self.scored = self.scored[:most_scored], self.scored[most_scored:]
+            return NewOutput("", (), scored)
         text, reasoning = "".join(self._new_text), "".join(self._new_reasoning)
         self._new_text.clear()
         self._new_reasoning.clear()
         token_ids, self._num_taken = self.token_ids[self._num_taken :], len(self.token_ids)
         scored, self.scored = self.scored, []
         if self.hides_output:
-            return NewOutput(text, (), scored[: len(self.request.prompt_token_ids)])
+            return NewOutput(text, (), scored)
         return NewOutput(text, token_ids, scored, reasoning)
 
     @property
@@ -262,7 +263,7 @@ class Choice:
             freed_ns=self.freed_ns,
             prompt_parts=self.prompt_hashes.parts,
             prefixes=self.prompt_hashes.prefixes,
-            answer_prefixes=answer_hashes(self.request.prompt_token_ids, self.token_ids),
+            answer_prefixes=answer_hashes(self.request.prompt_token_ids, self.token_ids, self.prompt_hashes),
             cache_salt=salt_hash(self.request.cache_salt),
             render_ns=self.render_ns,
             computes_prompt=self.request.sampling.computes_prompt,

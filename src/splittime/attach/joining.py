@@ -204,7 +204,7 @@ def joined(api_book: ApiBook, book: EndedBook) -> ClosedAccount:
         freed_ns=book.ended_ns,
         prompt_parts=hashes.parts,
         prefixes=hashes.prefixes,
-        answer_prefixes=answer_hashes(api_book.prompt_ids, book.answer_ids),
+        answer_prefixes=answer_hashes(api_book.prompt_ids, book.answer_ids, hashes),
         computes_prompt=book.computes_prompt,
         max_tokens=book.max_tokens,
         priority=book.priority,

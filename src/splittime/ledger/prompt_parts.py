@@ -15,13 +15,10 @@ chance: a million different ones hold about 0.1 such pairs.
 Beside the parts stand hashes of the prompt's beginnings, one every `PREFIX_TOKENS`: which prompts could share KV cache,
 and up to where, to a block's exactness.
 
-How much of an answer was said before, where a lookup would have found it: a count over its tokens.
-
 A *lookup* guesses a token by what followed the last tokens where they stood before in the same text (prompt lookup;
 `runner.suffix_drafter` without past answers). Here it is asked of each token of an answer but the first, which the
 prompt's own step gives, with all before it known: the longest end of 8, 4 or 2 tokens that stood before, and there the
-token that followed the last time. So it is known of a server that guesses nothing how often guesses from the text would
-have been right; what that would gain is an estimate, and none of the ledger's.
+token that followed the last time. So it is known of a server that guesses nothing how often it would be right.
 
     a b c d   x   a b c e        behind "a b" c is guessed, and right; behind "b c" d is guessed, and wrong
 
@@ -56,10 +53,12 @@ _THRESHOLD = np.uint64(2**64 // ODDS)
 
 class PromptHashes(NamedTuple):
     """parts: contiguous from 0; () for fewer than `SHORT_TOKENS` tokens. prefixes: `PREFIX_BYTES` for each
-    `PREFIX_TOKENS` whole tokens: a hash of all tokens up to there."""
+    `PREFIX_TOKENS` whole tokens: a hash of all tokens up to there. total: of which the last of these is the upper
+    bits, so that an answer's go on from it."""
 
     parts: PromptParts = ()
     prefixes: bytes = b""
+    total: int = 0
 
 
 NO_HASHES = PromptHashes()
@@ -73,16 +72,21 @@ def prompt_hashes(token_ids: Sequence[int]) -> PromptHashes:
     if count > MAX_TOKENS:
         token_ids, count = token_ids[:MAX_TOKENS], MAX_TOKENS
     mixed = _mixed(_array(token_ids))
-    return PromptHashes(_parts(mixed, count) if count >= SHORT_TOKENS else (), _prefixes(mixed))
+    sums = np.cumsum(mixed)[PREFIX_TOKENS - WINDOW :: PREFIX_TOKENS]
+    return PromptHashes(_parts(mixed, count) if count >= SHORT_TOKENS else (), _prefixes(sums), int(sums[-1]))
 
 
-def answer_hashes(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> bytes:
+def answer_hashes(prompt_ids: Sequence[int], answer_ids: Sequence[int], known: PromptHashes | None = None) -> bytes:
     """Returns the hashes of the beginnings that end within the answer, as `prompt_hashes` would give them for a prompt
-    that goes on so."""
+    that goes on so. known: what it gave for this one, which is then not read again, however long it is."""
     num_known, count = len(prompt_ids) // PREFIX_TOKENS, min(len(prompt_ids) + len(answer_ids), MAX_TOKENS)
     if count // PREFIX_TOKENS <= num_known:
         return b""
-    return _prefixes(_mixed(_array([*prompt_ids, *answer_ids][:count])))[num_known * PREFIX_BYTES :]
+    known = known or prompt_hashes(prompt_ids)
+    begin = max(0, num_known * PREFIX_TOKENS - WINDOW + 1)
+    rest = [*prompt_ids[begin:], *answer_ids[: count - len(prompt_ids)]]
+    first = (num_known + 1) * PREFIX_TOKENS - WINDOW - begin
+    return _prefixes((np.cumsum(_mixed(_array(rest))) + np.uint64(known.total))[first::PREFIX_TOKENS])
 
 
 def salt_hash(salt: str) -> str:
@@ -95,9 +99,8 @@ def prefix_list(prefixes: bytes) -> list[bytes]:
     return [prefixes[at : at + PREFIX_BYTES] for at in range(0, len(prefixes), PREFIX_BYTES)]
 
 
-def _prefixes(mixed: np.ndarray) -> bytes:
+def _prefixes(sums: np.ndarray) -> bytes:
     """Sums of all windows up to each edge; each window holds `WINDOW` tokens in their order."""
-    sums = np.cumsum(mixed)[PREFIX_TOKENS - WINDOW :: PREFIX_TOKENS]
     return sums.astype(">u8").view(np.uint8).reshape(-1, 8)[:, :PREFIX_BYTES].tobytes()
 
 

@@ -53,7 +53,7 @@ class Group:
         self.is_cancelled = False
         self.is_written = False  # or nobody writes any more: what became of it stays
         self._client, self._place, self._writer, self._cut = client, place, writer, cut
-        self._num_open = len(choices)
+        self._num_open, self._num_submitted, self._is_submitted = len(choices), 0, False
         self._followers: set[asyncio.Task[None]] = set()
         self._on_released: list[Call] = []
         self._early_end: ErrorInfo | None = None
@@ -65,32 +65,30 @@ class Group:
 
     async def start(self, room: Callable[[], Awaitable[None]]) -> None:
         """Submit all choices, or none. room: returns in a turn of the loop that has some; 2,048 at once took 72 ms."""
-        submitted: list[str] = []
         try:
             for choice in self.choices:
                 await room()
                 self._client.submit(choice.request)
-                submitted.append(choice.request.request_id)
+                self._num_submitted += 1
+                task = asyncio.create_task(self._follow(choice))
+                self._followers.add(task)
+                task.add_done_callback(self._follower_ended)
         except BaseException:  # whoever waited may have left
-            self._take_back(submitted)
+            self._take_back()
             raise
-        self._follow_all()
-
-    def _take_back(self, request_ids: Sequence[str]) -> None:
-        """End the choices that were submitted before one was refused, and follow them to their end. The others' ids are
-        left alone: one may be another request's."""
-        self.choices = self.choices[: len(request_ids)]
-        self._writer.abandon()
-        for request_id in request_ids:
-            self._client.abort(request_id)
-        self._follow_all()
-        self._place.give_up()
-
-    def _follow_all(self) -> None:
+        self._is_submitted = True
         for choice in self.choices:
-            task = asyncio.create_task(self._follow(choice))
-            self._followers.add(task)
-            task.add_done_callback(self._follower_ended)
+            if choice.token_ids or choice.is_done:
+                self._writer.touch(choice, 0)
+        if self.error is not None:
+            self._abort_all()
+
+    def _take_back(self) -> None:
+        """End the choices that were submitted before one was refused. The others' ids are left alone: one may be
+        another request's."""
+        self.choices = self.choices[: self._num_submitted]
+        self._abort_all()
+        self._place.give_up()
 
     async def _follow(self, choice: Choice) -> None:
         """Read a choice's stream to its end. The one place where any exception is caught and becomes an error of the
@@ -118,7 +116,7 @@ class Group:
             if item.output.finish_reason is None:
                 self._client.abort(choice.request.request_id)  # a stop string: the engine does not know yet
             self._note_end(choice)
-        if num_bytes or choice.is_done or item.output.token_ids:
+        if self._is_submitted and (num_bytes or choice.is_done or item.output.token_ids):
             self._writer.touch(choice, num_bytes)
 
     def _lose(self, choice: Choice, error: ErrorInfo) -> None:
@@ -126,7 +124,8 @@ class Group:
         choice.lose_track()
         choice.finish_reason, choice.error = FinishReason.ERROR, error
         self._note_end(choice)
-        self._writer.touch(choice, 0)
+        if self._is_submitted:
+            self._writer.touch(choice, 0)
 
     def _note_end(self, choice: Choice) -> None:
         """A choice is done. One that failed takes the others with it, since the response has failed."""
@@ -180,7 +179,7 @@ class Group:
         self._writer.abandon()
 
     def _abort_all(self, cancelled_ns: int | None = None) -> None:
-        for choice in self.choices:
+        for choice in self.choices[: self._num_submitted]:
             if not choice.is_done:
                 choice.cancelled_ns = choice.cancelled_ns or cancelled_ns
                 self._client.abort(choice.request.request_id)

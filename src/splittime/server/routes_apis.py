@@ -5,9 +5,6 @@ is sent. What the account says of a chat, it says of their requests.
 * `/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API (`api.messages`, `api.message_answers`).
 * `/api/chat`, `generate`, `embed` (and the older `embeddings`), Ollama's API (`api.ollama`), and what its clients ask
   of the models.
-
-Serves another API by a `Visit`, mostly a chat's: its body becomes a chat's as it is read, and the answer becomes
-its own as it is sent. The account, the queue and every limit are those of a chat.
 """
 
 from collections.abc import Awaitable, Callable
@@ -48,11 +45,11 @@ BodyOf = Callable[[BodySender, bytes], Awaitable[GivenBody]]
 
 class TranslatedVisit(Visit):
     """body_of: makes a body of ours of this API's, which may be another endpoint's. Raises what the client must be
-    told. of_visit: as `Visit` takes it."""
+    told. whole: makes of our whole answer what is sent. of_visit: as `Visit` takes it."""
 
-    def __init__(self, body_of: BodyOf, *of_visit: Any) -> None:
+    def __init__(self, body_of: BodyOf, whole: Callable[[bytes], bytes], *of_visit: Any) -> None:
         super().__init__(*of_visit)
-        self._body_of = body_of
+        self._body_of, self.translated = body_of, whole
 
     async def _given_by(self, sender: BodySender, body: bytes) -> GivenBody:
         given = await self._body_of(sender, body)
@@ -81,21 +78,20 @@ def _counted_work(read: Callable[[], Any], model: ModelInfo, marks: AnswerMarks)
 
 
 class TranslatedAnswer:
-    """Sends a chat's answer as another API's. The head of a whole answer waits for its body, whose length it says.
+    """Sends a chat's answer as another API's. The head of an error waits for its body, whose length it says.
 
-    whole: makes of a chat's body what is sent; error: of a status and an error's. stream: makes what translates the
-    bytes of a stream, which is sent as `content_type`. names: headers that are sent under another name too."""
+    error: makes of a status and an error's body what is sent. stream: makes what translates the bytes of a stream,
+    which is sent as `content_type`. names: headers that are sent under another name too."""
 
     def __init__(
         self,
         send: http.Send,
-        whole: Callable[[bytes], bytes],
         stream: Callable[[], Callable[[bytes], bytes]],
         error: ErrorOf = lambda _, body: body,
         names: dict[bytes, bytes] | None = None,
         content_type: bytes = EVENTS,
     ) -> None:
-        self._send, self._whole, self._stream, self._names = send, whole, stream, names or {}
+        self._send, self._stream, self._names = send, stream, names or {}
         self._error, self._content_type = error, content_type
         self._head: dict[str, Any] | None = None  # held back
         self._translate: Callable[[bytes], bytes] | None = None  # of a stream
@@ -121,8 +117,8 @@ class TranslatedAnswer:
     async def _send_whole(self, message: dict[str, Any]) -> None:
         if self._head is not None:
             head, self._head = self._head, None
-            body, status = message["body"], head["status"]
-            message["body"] = self._whole(body) if status == 200 else self._error(status, body)
+            if head["status"] != 200:
+                message["body"] = self._error(head["status"], message["body"])
             length = (b"content-length", b"%d" % len(message["body"]))
             head["headers"] = [*(each for each in head["headers"] if each[0] != b"content-length"), length]
             await self._send(head)
@@ -131,7 +127,7 @@ class TranslatedAnswer:
 
 def spelling(error: ErrorOf, names: dict[bytes, bytes] | None = None) -> Spelling:
     """Returns what makes a `send` write errors in another API's form, whoever makes them, and all else as it is."""
-    return lambda send: TranslatedAnswer(send, bytes, lambda: bytes, error, names).send
+    return lambda send: TranslatedAnswer(send, lambda: bytes, error, names).send
 
 
 SPELL_MESSAGE_ERRORS = spelling(message_answers.error, {b"x-request-id": b"request-id"})
@@ -149,8 +145,9 @@ NEVER = "9999-12-31T23:59:59Z"
 async def create_message(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a message, whole or streamed."""
     exchange = MessageExchange(service, scope, messages.MessagesBody)
-    answer = TranslatedAnswer(send, message_answers.message, lambda: message_answers.MessageEvents().feed)
-    await TranslatedVisit(exchange.chat_of, service, "chat", scope, receive, answer.send).serve()
+    answer = TranslatedAnswer(send, lambda: message_answers.MessageEvents().feed)
+    whole = message_answers.message
+    await TranslatedVisit(exchange.chat_of, whole, service, "chat", scope, receive, answer.send).serve()
 
 
 async def count_message_tokens(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -193,8 +190,9 @@ async def answer_ollama(service: Service, scope: http.Scope, receive: http.Recei
     """Answers one of `KINDS`, whole or line by line."""
     scope["headers"] = [(b"x-include-timing", b"1"), *(e for e in scope["headers"] if e[0] != b"x-include-timing")]
     exchange = OllamaExchange(service, scope["path"])
-    answer = TranslatedAnswer(send, exchange.whole, lambda: exchange.answer.feed, content_type=b"application/x-ndjson")
-    await TranslatedVisit(exchange.body_of, service, exchange.endpoint, scope, receive, answer.send).serve()
+    answer = TranslatedAnswer(send, lambda: exchange.answer.feed, content_type=b"application/x-ndjson")
+    of_visit = service, exchange.endpoint, scope, receive, answer.send
+    await TranslatedVisit(exchange.body_of, exchange.whole, *of_visit).serve()
 
 
 class OllamaExchange:
@@ -277,8 +275,8 @@ async def version(service: Service, scope: http.Scope, receive: http.Receive, se
 async def create_response(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a response, whole or streamed."""
     exchange = ResponseExchange(service, scope)
-    answer = TranslatedAnswer(send, exchange.whole, exchange.stream, lambda _, body: responses.error(body))
-    await TranslatedVisit(exchange.chat_of, service, "chat", scope, receive, answer.send).serve()
+    answer = TranslatedAnswer(send, exchange.stream, lambda _, body: responses.error(body))
+    await TranslatedVisit(exchange.chat_of, exchange.whole, service, "chat", scope, receive, answer.send).serve()
 
 
 async def count_tokens(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -1,12 +1,8 @@
 """What the routes share: the engine's client, the tokenizer, the ledger, and who is being served right now.
 
-Which prompts were computed ahead, and what it saved those who came with them.
-
-Responses that are kept in memory for `previous_response_id` and `GET /v1/responses/{id}`, bounded in number, bytes
-and time. What one key has stored no other key finds.
-
-Where there is no room the key that takes most of it loses its oldest (`core.shares`). A response is charged the
-whole conversation that led to it. It shares these texts with the responses before it, so less is held than is counted.
+Responses are kept in memory for `previous_response_id` and `GET /v1/responses/{id}`, bounded in number, bytes and time.
+What one key has stored no other key finds. Where there is no room the key that takes most of it loses its oldest
+(`core.shares`). A response is charged the whole conversation that led to it, whose texts it shares with others.
 """
 
 import asyncio

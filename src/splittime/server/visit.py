@@ -78,6 +78,7 @@ class Visit:
         self._quota: QuotaUse | None = None  # of that of its tenant, once it has let the request in
         self._watcher: asyncio.Task[None] | None = None
         self._is_reserved = self._is_gone = False
+        self.translated: Callable[[bytes], bytes] = bytes  # a whole answer, as another API has it
 
     @property
     def group_id(self) -> str:

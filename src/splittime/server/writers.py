@@ -1,9 +1,8 @@
 """The two ways in which an answer is written: `WholeWriter` and, as server-sent events, `StreamWriter`.
 
-The path of a streamed token: the group calls `touch`, which asks the event loop for one flush at the end of this turn.
-The flush renders what is new of every touched choice and starts the send. If the socket takes it, which is the rule,
-that is all: no task, no queue. If it does not, the send goes on in a task; new tokens gather in the choices meanwhile,
-and go out as one larger chunk when the socket is free again.
+For a streamed token the group calls `touch`, which asks the event loop for one flush at the end of this turn. The
+flush renders what is new of every touched choice and starts the send. If the socket takes it, there is no task and no
+queue. If it does not, the send goes on in a task, and new tokens gather in the choices until the socket is free.
 
 A client that does not read is dropped once `slow_reader_buffer_bytes` have gathered or `slow_reader_s` have passed
 without progress. A blocked send after the last token is the client's time (`client_wait`), not the server's.
@@ -24,6 +23,7 @@ from splittime.web.reading import in_short_turns
 
 now_ns = time.monotonic_ns
 MANY_PARTS = 128  # choices, and tokens with what else was likely: more of them are rendered beside the event loop
+LAST_PARTS = 16  # a choice's account is closed behind its last chunk, which may take a millisecond
 EVENTS = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS: http.Headers = [
     (b"content-type", EVENTS),
@@ -36,6 +36,7 @@ class AnsweredVisit(Protocol):
     """The visit whose answer is written."""
 
     notices: list[str]
+    translated: Callable[[bytes], bytes]
 
     def timed_headers(self, choice: Choice) -> http.Headers: ...
     def drop_client(self, limit: str) -> None: ...
@@ -72,7 +73,8 @@ class WholeWriter:
             await http.respond_error(self._send, group.error, headers=headers)
             return
         counts = [choice.num_untaken for choice in choices]
-        body = await rendered(choices, self._renderer.body, choices, at_ns, self._visit.notices)
+        make, translated = self._renderer.body, self._visit.translated
+        body = await rendered(choices, lambda *of: translated(make(*of)), choices, at_ns, self._visit.notices)
         sending = http.respond(self._send, body, headers=headers, until_taken=True)
         blocked = start(sending, asyncio.get_running_loop())
         if blocked is not None and not await self._await_reader(group, blocked):
@@ -147,7 +149,7 @@ class StreamWriter:
         parts, count = list[bytes](), 0
         while self._touched and count <= MANY_PARTS:
             choice = self._touched.pop(next(iter(self._touched)))
-            count += 1 + len(choice.scored)
+            count += min(len(choice.scored), MANY_PARTS) + (LAST_PARTS if choice.is_done else 1)
             parts.append(self._render(choice))
         if body := b"".join(parts):
             self._write(body)
@@ -156,7 +158,10 @@ class StreamWriter:
 
     def _render(self, choice: Choice) -> bytes:
         """Returns what is new of a choice; nothing while its new tokens make no character, and nothing after an
-        error."""
+        error. Of many logprobs it returns some, and leaves the rest to the next flush."""
+        if len(choice.scored) > MANY_PARTS and choice.error is None:
+            self._touched[choice.index] = choice
+            return self._renderer.event(choice, MANY_PARTS)
         num_tokens = choice.num_untaken
         if choice.error is not None or not (choice.is_done or choice.has_new_text or not self._renderer.is_plain):
             return b""
