@@ -8,10 +8,7 @@ The crank owns what an engine must not know: the clock, the runner, whether the 
 in which the machine is measured (`Measuring`), pauses of the garbage collector and the processor time of the thread
 that turns it. Who waits for work is outside.
 
-Drives an engine in the caller's process (`splittime.LLM`): in the caller's thread, or in one of its own.
-
-In a thread of its own a slow consumer's time is not charged to the engine, and an engine that plans ahead is not
-interrupted between a result and its commit.
+In your process it is turned in your thread, or in one of its own: there a slow consumer's time is not the engine's.
 """
 
 import queue

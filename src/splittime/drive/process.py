@@ -5,8 +5,6 @@ Owns the process (`Incarnation`), one queue for each request in flight (`streams
 in flight gets a terminal output with `engine_died`, `is_ready` turns false, the cause is logged, and a successor is
 started (not if it never got ready even once: the same would happen again; nor, before it is woken, if it slept).
 
-One engine process with its sockets, from its start to its end, and what is said of how it ended.
-
 Messages of a dead process cannot be read by its successor: each has sockets of its own.
 """
 

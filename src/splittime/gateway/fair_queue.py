@@ -15,14 +15,9 @@ chance (`TenantShares`). When it is full all the same a newcomer is refused, unl
 weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep the others
 out of it.
 
-What waits for an upstream: one request, and what one tenant has of the queue and of the upstreams.
-
-Before it is full it refuses by chance, and the more surely the more of its share a tenant holds. A queue
-that takes everything until it is full and nothing then is a cliff: whoever comes late is refused whosever the queue is,
-or another's request that has waited must go. So each tenant has a part of the queue as its weight is among the tenants
-that are active now, and from `shed_from` of that part on its newcomers are refused with a chance that rises evenly to
-one at the whole part: random early detection (Floyd and Jacobson 1993), for each tenant. What a tenant asks beyond its
-part is thus refused when its head has been read, and nobody's place is taken by it.
+Each tenant has a part of the queue as its weight is among the tenants that are active now. From `shed_from` of that
+part on its newcomers are refused with a chance that rises evenly to one at the whole part: random early detection
+(Floyd and Jacobson 1993), for each tenant. That is decided when a head has been read, and takes nobody's place.
 
 One draw decides for a request, however often it is looked at.
 """

@@ -8,9 +8,7 @@ While a stream waits for an upstream, its client is told that it does, and how l
 of the answer goes first, so that what refuses the request afterwards is an error event and no status of its own.
 Comments are no events: clients skip them, and proxies between see that the connection lives.
 
-One attempt while it runs: a place at an upstream, the relay to it, and what is written down when it ends.
-
-It ends once, however many say so, and then its place is free, the breaker and the metrics know, and the account has it.
+An attempt ends once, however many say so. Then its place is free, and breaker, metrics and account know.
 """
 
 import asyncio

@@ -13,8 +13,6 @@ a body.
 Nothing is buffered beyond the event that is not yet whole: while the client does not take a piece the next is not read,
 and TCP tells the upstream.
 
-One request at one upstream: it is sent, and its answer is read, within the times that there are.
-
 A stream has `first_byte_s` to its first byte and `between_s` between two pieces. An answer that is no stream has
 `whole_answer_s` in all, as long as its upstream lives (`UpstreamPulse`): that its time is over says nothing against
 the upstream, and nobody else is asked to write the same again.

@@ -8,26 +8,19 @@ wait for 63 others. `TRANSPORT` lets a slow reader be cut off without waiting fo
 buffer of its own, of 64 KiB: there "written" means encrypted, and on its way.
 
 What can be answered from a request's head alone is answered in the parser's callback (`at_once`): a refusal by a full
-queue, `/health`. That costs a fifth of a task with its ASGI scope and layers, so a server at ten times its capacity
-keeps up with refusing, and nobody stands in line for a refusal. The body of such a request is read past, never kept:
-the connection ends if that takes longer than `LINGER_S` or `LINGER_BYTES`, or if the body was too long to be worth it.
-It is aborted then: of an answer that the client had not taken by then the rest is lost, as is the end of its chunks.
-Whoever pipelines, or does not read, takes the ordinary way, which knows how to wait.
+queue, `/health`. That costs a fifth of a task with its ASGI scope and layers. The body of such a request is read past,
+never kept: the connection is aborted if that takes longer than `LINGER_S` or `LINGER_BYTES`, or if the body was too
+long to be worth it. Whoever pipelines, or does not read, takes the ordinary way, which knows how to wait.
 
-uvicorn keeps whatever a head says, without end, at twenty times its size, and takes trailers, the fields behind a body
-in chunks, for fields of the head: a key or a name of the server that came there would count. Here a head has a bound,
-what comes between and behind chunks has one too, and trailers are dropped.
+uvicorn keeps a head of any length, and takes trailers, the fields behind a body in chunks, for fields of the head. Here
+a head has a bound, as has what comes between and behind chunks, and trailers are dropped. A head that two readers would
+read in two ways is refused, and nothing behind it is read.
 
-A head that two readers would read in two ways is refused, and nothing behind it is read.
+The kernel says how long a request had lain in its socket before its head was read: `tcpi_last_data_recv` of Linux'
+TCP_INFO, a few ms coarse. It costs 2 us a request. Data that came after the head makes it shorter, never longer.
 
-No account could say of itself how long a request had lain in its socket before its head was read. The kernel knows:
-`tcpi_last_data_recv` of Linux' TCP_INFO is the time since the connection's latest data came, in ms, a few ms coarse. It
-costs 2 us a request. Data that came after the head makes it shorter than it was, never longer.
-
-A process may have so many files open, and whoever comes when there are no more is shut out.
-So a connection that waits for a request gives its place to a newcomer where all are taken: the one that has waited
-longest, and of those first that have never shown a key. Who says nothing so keeps nobody out, and who is at work keeps
-its place.
+Where a process may open no more files, a connection that waits for a request gives its place to a newcomer: the one
+that has waited longest, and first one that has never shown a key.
 """
 
 import asyncio

@@ -5,7 +5,6 @@
 This is the one place where any exception is caught: it is logged with its trace and answered with 500, and the server
 goes on. An exception after the response began closes the connection, which the client sees as a broken stream.
 
-Which names the server may be called by, and which pages may call it (`Host`, `Origin`, `Sec-Fetch-*`):
 A browser lets every page send requests to 127.0.0.1. What keeps a page of another site from reading a server without a
 key, or from putting it to sleep, are headers that a page cannot write:
 
