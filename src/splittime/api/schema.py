@@ -106,6 +106,7 @@ class ForeignFields(Strict, kw_only=True):
     timings_per_token: Annotated[bool | None, hint("the header X-Include-Timing asks for times")] = None
 
 
+MOST_LISTED = "Alternatives listed beside each token. What is no stream has 2,097,152 at most, each token one more."
 OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
@@ -197,7 +198,7 @@ class GenerationBody(ForeignFields, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
-    logprobs: Annotated[int | None, _number("Alternatives listed beside each token.", minimum=0, maximum=20)] = None
+    logprobs: Annotated[int | None, _number(MOST_LISTED, minimum=0, maximum=20)] = None
     add_special_tokens: Annotated[Literal[True] | None, no_effect("the prompt gets them.")] = None
     suffix: Literal[""] | None = None
 
