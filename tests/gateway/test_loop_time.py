@@ -3,6 +3,7 @@
 import asyncio
 import tomllib
 
+import msgspec
 import pytest
 
 from hostile_bodies import hostile_bodies
@@ -31,10 +32,10 @@ ROUTES = {
 }
 
 
-async def asked(app: GatewayApp, path: str, body: bytes) -> int:
+async def asked(app: GatewayApp, path: str, body: bytes, method: str = "POST") -> int:
     """Ask the application itself. Returns the status."""
     headers = [(b"host", b"127.0.0.1"), (b"content-length", b"%d" % len(body))]
-    head = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    head = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}
     waiting, told = [{"type": "http.request", "body": body, "more_body": False}], []
 
     async def receive():
@@ -71,3 +72,29 @@ async def too_long(text: str, path: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("path", ROUTES)
 def test_no_body_holds_up_the_loop(hostile, path: str) -> None:
     assert asyncio.run(too_long(CONFIG + upstream("fine", hostile.url("fine"), resume=True), path)) == {}
+
+
+async def turn_of_accounts(text: str) -> tuple[float, float]:
+    """Returns the longest turn while one asks for accounts of many tokens, in ms, and how long the loop was kept."""
+    config, ledger = config_of(tomllib.loads(text)), Ledger()
+    versions = GatewayVersions(config, secrets_of(config), ledger)
+    await versions.open()
+    app, meter, taken_ms = GatewayApp(versions), LoopMeter(asyncio.get_running_loop()), (0.0, 0.0)
+    told = tuple(range(10**15, 10**15 + 64_000))
+    try:
+        await asked(app, "/v1/completions", b'{"model": "fine", "prompt": "a"}')
+        (one,) = ledger.accounts()
+        ledger.add_account(msgspec.structs.replace(one, request_id="long", token_steps=told, token_ready_ns=told))
+        for _ in range(TRIES):
+            meter.begin()
+            assert await asked(app, "/ledger/requests/long", b"", "GET") == 200
+            taken_ms = (meter.longest_ms(), meter.longest_kept_ms())
+            if not is_too_long(*taken_ms):
+                break
+    finally:
+        await versions.close()
+    return taken_ms
+
+
+def test_the_account_of_a_long_answer_is_written_beside_the_loop(hostile) -> None:
+    assert not is_too_long(*asyncio.run(turn_of_accounts(CONFIG + upstream("fine", hostile.url("fine")))))

@@ -3,14 +3,13 @@
 import asyncio
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from splittime import __version__
-from splittime.api.ledger_answers import QUERY, account_answer, accounts_body, limit_of, number_of
+from splittime.api.ledger_answers import QUERY, account_body, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
 from splittime.gateway import routes
 from splittime.gateway.canary import CompareArms
@@ -27,6 +26,7 @@ from splittime.web import http, serving
 from splittime.web.edge import OPEN_PATHS, Edge, Names
 from splittime.web.http import Handler, PathTable
 from splittime.web.page_files import PREFIX
+from splittime.web.reading import in_short_turns
 from splittime.web.tenants import tenant_of
 
 ALIVE = {"status": "ok"}
@@ -113,19 +113,20 @@ async def steps(gateway: GatewayService, scope: http.Scope, receive: http.Receiv
 async def requests(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The latest accounts that the key may see, oldest first; with `slower_than_ms` only those that took longer."""
     wanted = http.query_of(scope, *QUERY)
-    work = partial(
-        accounts_body, gateway.ledger, number_of(wanted, "slower_than_ms"), limit_of(wanted), tenant_of(scope).sees
-    )
-    await http.respond(send, await asyncio.get_running_loop().run_in_executor(gateway.pool, work))
+    asked = number_of(wanted, "slower_than_ms"), limit_of(wanted), tenant_of(scope).sees
+    await http.respond(send, await _beside(gateway, accounts_body, *asked))
 
 
 async def one_request(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The closed account of a request, by its X-Request-Id."""
     request_id, tenant = scope[http.PATH_REST], tenant_of(scope)
-    work = partial(gateway.ledger.account, request_id, tenant.sees)
-    found = await asyncio.get_running_loop().run_in_executor(gateway.pool, work)
-    answer = account_answer(found, request_id, is_open=gateway.is_open(request_id, tenant))
-    await http.respond_json(send, answer)
+    asked = request_id, tenant.sees, gateway.is_open(request_id, tenant)
+    await http.respond(send, await _beside(gateway, account_body, *asked))
+
+
+async def _beside(gateway: GatewayService, work: Callable[..., bytes], *asked: Any) -> bytes:
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(gateway.pool, in_short_turns, work, gateway.ledger, *asked)
 
 
 PATHS: tuple[tuple[str, str, Handler], ...] = (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from splittime.api.decode import decode_once
-from splittime.api.ledger_answers import MAX_HOPS_BYTES, hops_answer, keep_hops
+from splittime.api.ledger_answers import MAX_HOPS_BYTES, hops_body, keep_hops
 from splittime.core.clock import utc_text
 from splittime.core.errors import ConfigError, NotFound, RequestError, SplittimeError, UpstreamError
 from splittime.gateway.breaks import BROKEN, AttemptBreaks, Deadline
@@ -226,8 +226,8 @@ async def hops(gateway: GatewayService, scope: http.Scope, receive: http.Receive
     """The hops of a trace that the key may see."""
     trace_id, tenant = scope[http.PATH_REST], tenant_of(scope)
     loop = asyncio.get_running_loop()
-    found = await loop.run_in_executor(gateway.pool, hops_answer, gateway.ledger, trace_id, tenant.sees)
-    await http.respond_json(send, found)
+    body = await loop.run_in_executor(gateway.pool, hops_body, gateway.ledger, trace_id, tenant.sees)
+    await http.respond(send, body)
 
 
 async def send_lint(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

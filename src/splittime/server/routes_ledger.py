@@ -11,9 +11,9 @@ from splittime.api.ledger_answers import (
     MAX_HOPS_BYTES,
     MAX_LIMIT,
     QUERY,
-    account_answer,
+    account_body,
     accounts_body,
-    hops_answer,
+    hops_body,
     keep_hops,
     limit_of,
     number_of,
@@ -23,6 +23,7 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.chrome_trace import trace
 from splittime.server.books import KeepsBooks
 from splittime.web import http
+from splittime.web.reading import in_short_turns
 from splittime.web.tenants import tenant_of
 
 HOPS_TIMEOUT_S = 10.0  # for a client to send its hops
@@ -32,8 +33,8 @@ async def one_request(books: KeepsBooks, scope: http.Scope, receive: http.Receiv
     """The closed account of a request, by the id in its response or by its X-Request-Id. With several choices: that of
     the one that ended last, and all of them in `choices`."""
     request_id, tenant = scope[http.PATH_REST], tenant_of(scope)
-    found = await _beside(books, books.ledger.account, request_id, tenant.sees)
-    await http.respond_json(send, account_answer(found, request_id, is_open=books.is_open(request_id, tenant)))
+    is_open = books.is_open(request_id, tenant)
+    await http.respond(send, await _beside(books, account_body, books.ledger, request_id, tenant.sees, is_open))
 
 
 async def requests(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -66,8 +67,8 @@ async def post_hops(books: KeepsBooks, scope: http.Scope, receive: http.Receive,
 
 async def hops(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The hops of a trace that the key may see."""
-    found = await _beside(books, hops_answer, books.ledger, scope[http.PATH_REST], tenant_of(scope).sees)
-    await http.respond_json(send, found)
+    body = await _beside(books, hops_body, books.ledger, scope[http.PATH_REST], tenant_of(scope).sees)
+    await http.respond(send, body)
 
 
 async def trace_json(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
@@ -78,9 +79,9 @@ async def trace_json(books: KeepsBooks, scope: http.Scope, receive: http.Receive
     await http.respond(send, body, headers=[disposition])
 
 
-async def _beside(books: KeepsBooks, work: Callable[..., Any], *args: Any) -> Any:
+async def _beside(books: KeepsBooks, work: Callable[..., bytes], *args: Any) -> bytes:
     """Off the event loop: thousands of records take a tenth of a second, for which no token would be written."""
-    return await asyncio.get_running_loop().run_in_executor(books.pool, work, *args)
+    return await asyncio.get_running_loop().run_in_executor(books.pool, in_short_turns, work, *args)
 
 
 def _steps(books: KeepsBooks, limit: int) -> bytes:
