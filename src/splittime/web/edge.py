@@ -11,8 +11,7 @@ key, or from putting it to sleep, are headers that a page cannot write:
 - `Host` is the name in the page's own address. A page that has its name lead to 127.0.0.1 after it was loaded (DNS
   rebinding) is of the same origin for the browser, and calls the server by that name. So a server on loopback takes
   only the names that it listens on, and those of `allowed_hosts`. A server on another address asks for a key, which no
-  rebound page has: it takes any name (balancers and services call by their own), unless `allowed_hosts` says which.
-  The port is not compared: it differs behind `ssh -L` or `docker -p`, and says nothing of the page.
+  rebound page has: it takes any name, unless `allowed_hosts` says which. The port is not compared.
 - `Origin` is the page that asks. It must be this server's own, which is where `Host` leads, port included, or one of
   `cors_origins`. Programs send none.
 - Without `Origin`, `Sec-Fetch-Site` says whether the page is another's (`same-site` is: another port of this machine).
