@@ -179,3 +179,21 @@ def test_a_number_of_tokens_that_can_be_none_takes_nothing_from_the_prompt(read,
     events = events_of(MESSAGES)
     events.take_whole(json.dumps({"usage": usage}).encode())
     assert events.read().prompt_tokens == prompt
+
+
+LONG = b"1.25," * 60_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"data": [' + LONG + b'], "usage": {"prompt_tokens": 7, "total_tokens": 7}}',  # not read: it is no JSON
+        b'{"data": [' + LONG + b'1], "usage": {"total_tokens": 7}, "model": "\\"usage\\":"}',
+        b'{"usage": {"prompt_tokens": 7, "total_tokens": 9}, "data": [' + LONG + b"1]}",
+        b'{"usage": {"total_tokens": 7}, "data": [' + LONG + b'1, {"usage": {"total_tokens": 3}}]}',
+    ],
+)
+def test_of_a_long_answer_the_end_tells_its_tokens(body):
+    events = events_of("/v1/embeddings")
+    events.take_whole(body)
+    assert counts(events) == (7, None, 0, "stop")

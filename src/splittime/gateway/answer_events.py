@@ -26,6 +26,7 @@ from splittime.wire.sse import MAX_EVENT_BYTES, AnswerReader, EventLines, part, 
 KEPT_EVENTS = 4  # the last chunk, the usage, the end, and one to spare
 MOST_HEADS, MOST_HEAD_BYTES = 256, 64 << 10  # of events in which nothing has begun: one for each of several answers
 DONE = b"[DONE]"
+LONG_BYTES, END_BYTES = 2**18, 4096  # of an answer that is no stream
 SAID = ("finish_reason", "token_ids", "text", "message")  # of a choice
 ENDS = ("response.completed", "response.incomplete", "response.failed")
 FILTERED = "content_filter"
@@ -393,7 +394,8 @@ class PassedCounted(_TypedEvents):
 
     def take_whole(self, body: bytes) -> None:
         super().take_whole(body)
-        usage, read = (_read(body, TypedAnswer) or TypedAnswer()).usage, self._usage
+        answer = _read(_from(b"usage", body), TypedAnswer) or _read(body, TypedAnswer) or TypedAnswer()
+        usage, read = answer.usage, self._usage
         told, total = part(usage, "prompt_tokens"), part(usage, "total_tokens")
         told = total if told is None else told
         read.prompt_tokens, read.output_tokens, read.finish_reason = possible(told), 0, FinishReason.STOP
@@ -412,6 +414,12 @@ def _more(before: int | None, told: object) -> int | None:
     """Returns the larger number: a later event may tell 0 of what an earlier one counted."""
     tokens = possible(told)
     return before if tokens is None else max(tokens, before or 0)
+
+
+def _from(name: bytes, body: bytes) -> bytes:
+    """Returns a long answer's end from this field on, as an object: 17 MB of vectors before it take 20 ms to skip."""
+    begin = body.rfind(b'"%b":' % name, len(body) - END_BYTES) if len(body) > LONG_BYTES else -1
+    return body if begin < 0 else b"{" + body[begin:]
 
 
 def _read(data: bytes, kind: type[Told]) -> Told | None:
