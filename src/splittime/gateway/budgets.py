@@ -9,9 +9,6 @@ worth, is not charged. Only differences are added there, so gateways that share 
 A day or month that has begun is never gone back from, whatever the clock is set to. A file that cannot be written is
 logged, and the counts go on in memory.
 
-What requests have used of late, by tenant and model: from it those that come are estimated, and answers that nobody
-read to their end.
-
 `max_tokens` is a bound and no forecast: who writes 500,000 there uses 200. So the order of the queue and the choice of
 an upstream go by what such requests used (`expected_tokens`), never more than the bound. Limits are safe the other way
 round: all that a request may use is reserved (`reserved_tokens`), and what upstreams wrote beyond that of late. Until

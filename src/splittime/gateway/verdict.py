@@ -20,8 +20,6 @@ A request can bring a refusal about by itself: by a deadline, a size, a form, a 
 says nothing of what others would get. Our own servers say the reason; of others, a 429 to a request with a deadline of
 its client's own is taken to be about that deadline.
 
-The error that an upstream's answer or event tells, by its fields alone.
-
 Nothing here reads a message for what it means but its beginning, where servers that tell no code name the model: the
 rest of a message may be a piece of the request, and would let a client say what is held against an upstream.
 """

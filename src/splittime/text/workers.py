@@ -20,8 +20,6 @@ have killed it. A worker whose text was left is ended, of brief and short ones a
 longer than such a text, and who asks and leaves must not have all workers of a lane made anew all the time.
 
 How long a text waits, and what for, is in its account: `TextTask.cause` says at once, `on_begin` when it is over.
-
-The server's end of text workers: one worker process, and the task that it is given.
 """
 
 import asyncio

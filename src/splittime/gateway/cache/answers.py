@@ -7,12 +7,8 @@ space, no composed form of Unicode: an indentation, a `!`, a Kelvin sign may be 
 `likeness` is the same without the latest user's text, which is the `question`: what two requests must share exactly to
 share an answer by the likeness of their questions.
 
-An answer as it is kept: its pieces with the moments at which they came, and what it takes to give it again.
-
 What belongs to the request that was answered first is taken out: the upstream's `timing`, and the answer's id. For
 that stands a mark that no answer has, so that each giving has an id of its own.
-
-An answer that is under way: what the upstream sends is kept for the cache, and given to others who ask for the same.
 
 The request that asked the upstream leads; each other follows, from the first byte on, at its own pace. When the
 leader's client goes away and somebody follows, the upstream goes on, and the leader's request is over when the answer
