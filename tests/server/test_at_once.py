@@ -17,11 +17,18 @@ from .conftest import LiveServer, say
 from .test_loop_stalls import stall
 
 BODY = b'{"prompt": "x", "max_tokens": 2}'
+SAID_OF_A_REFUSAL = ("x-request-id", "request-id", "retry-after", "content-type", "content-length")
 FULL = {"config": {"max_queued_requests": 1}, "max_running": 1}
 
 
-def post(body: bytes = BODY, *headers: str, length: int | None = None, version: str = "1.1") -> bytes:
-    lines = [f"POST /v1/completions HTTP/{version}", "Host: 127.0.0.1", *headers]
+def post(
+    body: bytes = BODY,
+    *headers: str,
+    length: int | None = None,
+    version: str = "1.1",
+    path: str = "/v1/completions",
+) -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: 127.0.0.1", *headers]
     if length != -1:
         lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -74,6 +81,21 @@ def test_a_refusal_has_all_that_a_refusal_has_and_no_task(launch, monkeypatch) -
             account.verify()
             assert [interval.stage for interval in account.intervals] == ["receive", "deliver"]
             assert account.error.code == "queued_requests"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/api/chat", "/api/embed"])
+def test_other_apis_are_refused_at_once_in_their_own_form(launch, monkeypatch, path: str) -> None:
+    with full(launch) as live, client(live) as (connection, answers):
+        told = []
+        for is_at_once in (True, False):
+            if not is_at_once:
+                monkeypatch.setattr(connections.ConnectionProtocol, "_may_answer_at_once", lambda protocol: False)
+            connection.sendall(post(BODY, "X-Request-Id: mine", path=path))
+            status, headers, body = read_answer(answers)
+            told.append((status, json.loads(body), {name: headers.get(name) for name in SAID_OF_A_REFUSAL}))
+        assert told[0] == told[1]
+        assert (told[0][0], told[0][2]["request-id"]) == (429, "mine" if path == "/v1/messages" else None)
+        assert {account.endpoint for account in live.ledger.accounts() if account.is_refused} <= {"chat", "embeddings"}
 
 
 def test_a_body_is_read_past_and_the_next_request_is_answered(launch) -> None:

@@ -9,6 +9,7 @@ from splittime.ledger.account import PREFILL
 from splittime.server import routes_apis, routes_dashboard, routes_engine, routes_info, routes_ledger
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
+from splittime.server.routes_apis import KINDS, OF_MESSAGES, OF_OLLAMA, spelled_at_once, spelling
 from splittime.server.service import Service
 from splittime.server.visit import PrefillVisit, Visit
 from splittime.web import http, serving
@@ -106,7 +107,10 @@ ALIASES = {path.removeprefix("/v1"): path for path in (*VISITED, "/v1/models", "
 
 
 def _refuse_at_once(service: Service, endpoint: str, scope: http.Scope) -> http.AtOnce | None:
-    return Visit(service, endpoint, scope).refuse_at_once()
+    answer = Visit(service, endpoint, scope).refuse_at_once()
+    path = scope["path"]
+    of_others = OF_MESSAGES if path == "/v1/messages" else OF_OLLAMA if path in KINDS else None
+    return answer if answer is None or of_others is None else spelled_at_once(answer, *of_others)
 
 
 class App:
@@ -119,7 +123,8 @@ class App:
         self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
             ("GET", "/health"): routes_info.health_at_once,
             **{("POST", path): partial(_refuse_at_once, service, endpoint) for path, endpoint in VISITED.items()},
-            ("POST", "/v1/responses"): partial(_refuse_at_once, service, "chat"),
+            **{("POST", path): partial(_refuse_at_once, service, "chat") for path in ("/v1/responses", "/v1/messages")},
+            **{("POST", path): partial(_refuse_at_once, service, kind) for path, (kind, _) in KINDS.items()},
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(
@@ -130,7 +135,7 @@ class App:
             cors_origins=config.cors_origins,
             pages=files.paths(),
             aliases=ALIASES,
-            spelled={"/v1/messages": routes_apis.SPELL_MESSAGE_ERRORS, "/api/": routes_apis.SPELL_OLLAMA_ERRORS},
+            spelled={"/v1/messages": spelling(*OF_MESSAGES), "/api/": spelling(*OF_OLLAMA)},
         )
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

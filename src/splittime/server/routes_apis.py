@@ -130,7 +130,16 @@ def spelling(error: ErrorOf, names: dict[bytes, bytes] | None = None) -> Spellin
     return lambda send: TranslatedAnswer(send, lambda: bytes, error, names).send
 
 
-SPELL_MESSAGE_ERRORS = spelling(message_answers.error, {b"x-request-id": b"request-id"})
+def spelled_at_once(answer: http.AtOnce, error: ErrorOf, names: dict[bytes, bytes]) -> http.AtOnce:
+    """Returns an error that is answered at once in another API's form."""
+    body = error(answer.status, answer.body)
+    headers = [(name, b"%d" % len(body) if name == b"content-length" else told) for name, told in answer.headers]
+    headers += [(names[name], told) for name, told in headers if name in names]
+    return answer._replace(body=body, headers=headers)
+
+
+OF_MESSAGES: tuple[ErrorOf, dict[bytes, bytes]] = (message_answers.error, {b"x-request-id": b"request-id"})
+OF_OLLAMA: tuple[ErrorOf, dict[bytes, bytes]] = (lambda _, body: orjson.dumps(ollama.error_of(orjson.loads(body))), {})
 KINDS: dict[str, tuple[str, type[ollama.OllamaChatBody | ollama.OllamaGenerateBody | ollama.OllamaEmbedBody]]] = {
     "/api/chat": ("chat", ollama.OllamaChatBody),
     "/api/generate": ("chat", ollama.OllamaGenerateBody),
@@ -138,7 +147,6 @@ KINDS: dict[str, tuple[str, type[ollama.OllamaChatBody | ollama.OllamaGenerateBo
     "/api/embeddings": ("embeddings", ollama.OllamaEmbedBody),
 }
 BODIES: dict[str, type[Strict]] = {"chat": ChatBody, "completions": CompletionBody, "embeddings": EmbeddingBody}
-SPELL_OLLAMA_ERRORS = spelling(lambda _, body: orjson.dumps(ollama.error_of(orjson.loads(body))))
 NEVER = "9999-12-31T23:59:59Z"
 
 
