@@ -1,6 +1,7 @@
 """The description of the API holds: what it describes is accepted, what it does not is refused, and what comes back is
 what it says. schemathesis draws the requests and applies all of its checks."""
 
+import dataclasses
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from splittime.api.openapi import _below, document
 from splittime.api.responses import ResponsesBody
 from splittime.api.schema import ChatBody, CompletionBody, ForeignFields
 from splittime.core.sampling import SamplingParams
+from splittime.server import routes_info
 from splittime.server.config import ServerConfig
 from splittime.text.tokenizer import OWN_NAMES
 
@@ -176,3 +178,16 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
     except (Unsatisfiable, InvalidArgument):
         return set()
     return statuses
+
+
+def test_the_description_is_made_once_for_a_model(launch, monkeypatch) -> None:
+    """It took 15 ms of the loop for whoever asked."""
+    made, make = list[ModelInfo](), routes_info.document
+    monkeypatch.setattr(
+        routes_info, "document", lambda limits, model, **more: made.append(model) or make(limits, model, **more)
+    )
+    live = launch()
+    first = live.get("/openapi.json")[2]
+    assert (live.get("/openapi.json")[2], len(made)) == (first, 1)
+    live.service.model = dataclasses.replace(live.service.model, max_model_len=77)
+    assert (live.get("/openapi.json")[2] != first, len(made)) == (True, 2)

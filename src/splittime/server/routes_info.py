@@ -1,11 +1,14 @@
 """Everything that is not a generation and not the ledger: probes, models, tokens, metrics, knobs, the description."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
+import orjson
 
 from splittime import __version__
 from splittime.api.answer_structs import ModelCard, Models, Text
@@ -27,6 +30,7 @@ from splittime.server.service import Service
 from splittime.text.process import Decode, Encode, Render, TextDone
 from splittime.text.workers import FramedWork, framed
 from splittime.web import http
+from splittime.web.reading import in_short_turns
 
 Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # what can be said to the engine
 
@@ -245,16 +249,22 @@ def decode_knobs(body: bytes) -> dict[str, Any]:
 
 
 async def openapi(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    config, knobs = service.config, knob_schemas(service.client.stats().knobs)
-    described = document(
-        config,
-        service.model,
-        needs_text=not service.tokenizer.encode(""),
-        knobs=knobs,
-        root_path=config.root_path,
-        asks_for_key=config.asks_for_key,
-    )
-    await http.respond_json(send, described)
+    """The description, made once for a model: it takes 15 ms, and any key may ask for it."""
+    config, about = service.config, (service.model, tuple(service.client.stats().knobs))
+    if service.described[0] != about:
+        make = partial(
+            document,
+            config,
+            service.model,
+            needs_text=not service.tokenizer.encode(""),
+            knobs=knob_schemas(about[1]),
+            root_path=config.root_path,
+            asks_for_key=config.asks_for_key,
+        )
+        loop = asyncio.get_running_loop()
+        written = await loop.run_in_executor(None, in_short_turns, lambda: orjson.dumps(make(), default=str))
+        service.described = about, written
+    await http.respond(send, service.described[1])
 
 
 async def docs(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

@@ -237,6 +237,7 @@ class Service:
         config.validate()
         self.client, self.tokenizer, self.ledger, self.config = client, tokenizer, ledger, config
         self.model = model
+        self.described: tuple[object, bytes] = None, b""  # in /openapi.json, and for what
         self.keys = ApiKeys(config.api_key, config.api_keys_file, config.metrics_api_key)
         self._quotas = {tenant.name: Quota(tenant) for tenant in (ANYBODY, *self.keys.tenants)}
         self.exporter = PrometheusExporter(ledger, client.stats)
