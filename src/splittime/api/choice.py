@@ -1,10 +1,9 @@
 """One generation as the server sees it: its tokens, its text, and its account from first byte to last.
 
-The account is one book with two keepers. The server writes `receive, tokenize, admit, handoff` before the engine has it
-and `deliver, client_wait` after; what lies between are the engine's own marks, taken over as they come. A stop string
-is found here, not in the engine: then the engine's part ends at the instant that token was ready, and later marks
-(of steps that computed what nobody will see) are left out. If the engine dies, all that follows the last thing heard
-from it is `unattributed`.
+The server writes the account's `receive, tokenize, admit, handoff` before the engine has it and `deliver, client_wait`
+after; between are the engine's own marks. A stop string is found here, not in the engine: then the engine's part ends
+at the instant that token was ready, and later marks are left out. If the engine dies, all that follows the last thing
+heard from it is `unattributed`.
 """
 
 from collections.abc import Sequence

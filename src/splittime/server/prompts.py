@@ -1,9 +1,8 @@
 """The prompts of one request: how long they are, as far as can be said before, and where they are tokenised.
 
-A prompt given as token ids has its length. A text has a least number of tokens, which is proved (`text.foreign_code`):
-what cannot fit by it is refused at once. And it has a likely number, learnt from the texts before it
-(`Admission.estimate_tokens`), which counts in the queue until the true one is known. A long text counts as nothing
-until then: it waits among its like (`text.workers`), and may be refused in the end.
+A text has a least number of tokens, which is proved (`text.foreign_code`): what cannot fit by it is refused at once.
+It has a likely number, learnt from the texts before it (`Admission.estimate_tokens`), which counts in the queue until
+the true one is known. A long text counts as nothing until then: it waits among its like (`text.workers`).
 
 A text is tokenised here if that surely takes a short time (`InlineTokenizing`), else in a worker process. The request's
 account says which part of the time is waiting for a worker (`tokenize_queue`, with its cause) and which is work
