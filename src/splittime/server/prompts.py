@@ -40,7 +40,7 @@ from splittime.web.http import Disconnected
 from splittime.web.tenants import Sharer
 
 ENDING_TOKENS = 24  # of a prompt, in which a mark and line breaks have room, be it by bytes
-MOST_LOGPROBS = 2**21  # of one answer that is no stream: 50 MB, and two or three times that as it is rendered
+MOST_LOGPROBS = 2**21  # that are kept of one request: 50 MB, and two or three times that as they are rendered
 now_ns = time.monotonic_ns
 
 
@@ -267,18 +267,19 @@ def output_budgets(
     each = zip(prompts, params, strict=True)
     budgets = [_output_budget(prompt.token_ids, ask, model, param, is_strict) for prompt, param in each]
     if most < ((ask.sampling.max_tokens or 1) if is_strict else max(1, ask.sampling.least_tokens)):
-        told = f"{ask.num_choices} answers with {ask.sampling.logprobs} logprobs are too many for one that is no stream"
-        hint = "stream it, or ask for fewer logprobs or choices"
+        told = f"{ask.num_choices} answers with {ask.sampling.logprobs} logprobs beside each token have too many in all"
+        hint = "stream it without echo, or ask for fewer logprobs or choices"
         raise RequestError(told, param="logprobs", value=ask.sampling.logprobs, limit=MOST_LOGPROBS, hint=hint)
     return [min(budget, most) for budget in budgets]
 
 
 def _most_scored(prompts: Sequence[TokenizedPrompt], ask: Ask) -> int:
-    """Returns the tokens that each answer may have with its logprobs. What is no stream is kept until its end."""
-    if ask.stream or ask.sampling.logprobs is None:
-        return 1 << 40
+    """Returns the tokens that each answer may have with its logprobs. What is no stream is kept until its end, as are
+    the logprobs of a prompt until its answer begins."""
     echoed = ask.n * sum(len(prompt.token_ids) for prompt in prompts) if ask.echo else 0
-    return (MOST_LOGPROBS // (1 + ask.sampling.logprobs) - echoed) // ask.num_choices
+    left = MOST_LOGPROBS // (1 + (ask.sampling.logprobs or 0)) - echoed
+    is_free = ask.sampling.logprobs is None or (ask.stream and left > 0)
+    return 1 << 40 if is_free else left // ask.num_choices
 
 
 def _output_budget(prompt_ids: Sequence[int], ask: Ask, model: ModelInfo, param: str, is_strict: bool) -> int:
