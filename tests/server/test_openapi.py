@@ -155,6 +155,11 @@ def asks_for_more_than_it_may_have(body: dict) -> bool:
     return isinstance(least, int) and least > min(16, *(limit for limit in (16, *most) if isinstance(limit, int)))
 
 
+def may_have_too_many_logprobs(body: dict) -> bool:
+    asked = (body.get(name) for name in ("min_tokens", "max_tokens", "max_completion_tokens"))
+    return body.get("logprobs") not in (None, False) and any(isinstance(most, int | float) and most > 700 for most in asked)
+
+
 def run_some(operation, mode, live: LiveServer) -> set[int]:
     """Statuses of some drawn requests, each checked; none if this operation has nothing of that kind to draw."""
     statuses = set()
@@ -168,6 +173,7 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
         assume(not own)  # that a hop does not lie in itself is told in words
         assume(num_choices(body) <= live.config.max_choices)  # so is this
         assume(not asks_for_more_than_it_may_have(body))  # and this
+        assume(not may_have_too_many_logprobs(body))  # and this
         variables = body.get("chat_template_kwargs")
         assume(not (isinstance(variables, dict) and OWN_NAMES & variables.keys()))  # and that these names are taken
         assume(body.get("truncate_prompt_tokens") != -1 or not body.keys() & {"max_tokens", "max_completion_tokens"})
