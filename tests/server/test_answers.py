@@ -255,7 +255,8 @@ def test_an_answer_that_is_no_stream_has_a_bounded_number_of_logprobs(launch, mo
     status, _, answer = live.post("/v1/completions", {**body, "echo": True})
     assert (status, answer["error"]["param"], answer["error"]["limit"]) == (400, "logprobs", 100)
     assert live.post("/v1/completions", {**body, "echo": True, "stream": True})[0] == 400
-    assert joined(live.events("/v1/completions", {**body, "echo": True, "prompt": "bbbb"})) == "bbbb" * 2 + "a" * 100
+    told = joined(live.events("/v1/completions", {**body, "echo": True, "prompt": "bbbb"}))
+    assert (told.count("b"), told.count("a")) == (8, 100)
     strict = launch(say("a" * 50, end=False), config={"strict": True})
     assert [strict.post("/v1/completions", {**body, "max_tokens": most})[0] for most in (10, 11)] == [200, 400]
 

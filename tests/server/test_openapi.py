@@ -157,7 +157,9 @@ def asks_for_more_than_it_may_have(body: dict) -> bool:
 
 def may_have_too_many_logprobs(body: dict) -> bool:
     asked = (body.get(name) for name in ("min_tokens", "max_tokens", "max_completion_tokens"))
-    return body.get("logprobs") not in (None, False) and any(isinstance(most, int | float) and most > 700 for most in asked)
+    return body.get("logprobs") not in (None, False) and any(
+        isinstance(most, int | float) and most > 700 for most in asked
+    )
 
 
 def run_some(operation, mode, live: LiveServer) -> set[int]:
