@@ -26,10 +26,8 @@ between the books and exceeds it is residual: bytes that waited in the kernel be
 a slow network under load. U is a few ms coarse. A negative residual means that the server began before the client had
 sent its last byte. The goal: a mean absolute residual of at most 1 ms or 1 % of the mean, whichever is more.
 
-`join` loses nobody: for each figure, those joined and those left out (with a reason) are all measured requests.
-
-The books are values, which `join_view` shows: one request's split, and the lines over many. In each, the lines sum to
-what the client felt: a `ClientSplit`'s exactly in integers, a `Book`'s means as floats do.
+`join` loses nobody: for each figure, those joined and those left out (with a reason) are all measured requests. The
+lines sum to what the client felt: a `ClientSplit`'s exactly in integers, a `Book`'s means as floats do.
 """
 
 from collections import Counter

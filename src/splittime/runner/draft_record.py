@@ -1,16 +1,8 @@
 """What is learnt of drafts, by tenant: how likely one is to be right, and whether one more is worth its time.
 
-What a tenant's answers have taught: how often a draft model was right about them, and how long they are.
-
-It is kept by tenant, so that no tenant's texts decide about another's drafts.
-
-What is learnt of each tenant's texts, apart from the others'.
-
 How fast tokens come shows how many drafts are made, and which are right. A number that is learnt from one tenant's
 texts and decides about another's drafts would tell of those texts, to whoever measures his own answers. So what is
 learnt of texts and outlives a request belongs to a tenant (the request's `cache_salt`).
-
-Is one more draft worth its time? By what steps of both models took, and how often drafts were right.
 
 A step of the model gives each of its requests a token. A draft that is right with a chance p adds p tokens, and costs a
 row of the draft model's step and a row of the model's. So drafts are made one of each request at a time, while the step
@@ -20,8 +12,6 @@ it better by `MARGIN`.
 When a request comes, the draft model has computed none of its text. To compute it is worth it if what is left of the
 answer is expected to save more time than that takes. How long answers are, and how often drafts are right, is learnt by
 tenant (`draft_record`); an answer that is longer than most is expected to go on for as long as it has.
-
-How likely drafts are to be right, learnt from those of which it came out.
 
 Of each kind of draft (its source, and how many tokens matched) and each place in it: the share that was right where all
 drafts before it were. Old ones count less and less. A request's own record is a factor on top: where text never repeats

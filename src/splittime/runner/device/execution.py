@@ -12,8 +12,6 @@ Before the first request, kernels are compiled beside those of warm-up steps, ca
 how large a step is: on how many rows draw a token, on how many tokens choose experts, on how long a chunk and its
 context are. Each is launched once, over the empty cache; what is computed is not looked at.
 
-Decode steps captured once and replayed: on a card a CUDA graph for each of some numbers of rows.
-
 A step of decode rows alone is a chain of a few hundred launches that depend on nothing but how many rows there are.
 Captured, the chain is one launch. It reads its inputs from buffers that stay: `run` writes a step's numbers there and
 replays the smallest capture that has room; rows that are left over have context 0 and write nowhere (see
