@@ -5,9 +5,7 @@ draft_model, self   `ModelDrafter` over another runner: of a smaller model, or o
 mtp                 the same over a runner of a head (`models.head`), which reads what the model has computed
 auto                suffix, where a step of the model is long enough not to feel it
 
-Drafts from a model: a smaller one with the same vocabulary, or the model itself in fewer bits.
-
-The draft model runs in the same process after the model's step (`draft_steps`).
+A draft model runs in the same process after the model's step (`draft_steps`).
 
     a step of the model     a b c        three requests get a token each
     the text not computed   a b c        in one step of the draft model, which gives the first drafts

@@ -10,8 +10,6 @@ takes too much here after all: its requests go on there (`FormMasks.take`).
 
 Forms are kept for who asked for them, by what they weigh (`core.shares`); what failed is kept too, as its words.
 
-Which tokens may come next in answers that are held to a form, found at once or beside the runner's own work.
-
 What may come hangs on the tokens before, and on nothing that the model computes. So the runner looks as soon as they
 are known (`look_ahead`); what takes longer than to have a thread do it a thread does, while the step ends, the next is
 planned, and the model computes. The sampler takes what was found (`take`), and waits for what is left.

@@ -17,9 +17,7 @@ scales of int8 and fp8) are a `Plane`.
 
 All of it is put on the stream of the steps and nothing is waited for: the staging buffer is used over and over, a slot
 may be overwritten by the next step, and the order of the stream keeps that right. The price is that a step's rows begin
-when its copies are done. On a second stream an offload could run beside the rows, but then the block's next owner would
-have to wait for its copy's event before the first write, and rows for that of their restores; what it could save is
-`offload_ns` of the step records.
+when its copies are done; what a second stream could save is `offload_ns` of the step records.
 
 Pinned memory is taken in slabs: torch's allocator rounds a request up to a power of two.
 """

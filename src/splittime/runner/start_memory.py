@@ -12,17 +12,13 @@ than the time that went by: what a neighbour takes from the cores is not in it. 
 rather than for products, as it does with AMX, one of its tokens takes several times what a longer prompt's token takes;
 so the prompt is doubled until twice the tokens take nearly twice the time.
 
-How many threads a small model gets: measured at start, on the model and the machine at hand, unless asked for.
-
 A small model's step is shorter than it takes to wake a second thread; a large one's is bound by memory that two cores
 read faster than one. Where the border lies depends on the machine, so steps as they will be served (one request, a
 batch, a prompt) are timed with one thread, two, four, up to one for each core. The results are the same to the last
 bit. Above `LARGE_BYTES` of weights nothing is measured: all cores pay there.
 
-A choice must not hang on a burst of somebody else's load. The numbers of threads take turns, round after round, and are
-compared within a round; what counts is the median of the rounds. Measuring goes on until nearly all rounds agree about
-each comparison, or the time is up; more threads are taken only where they do. So where the difference is noise there is
-one thread, at every start.
+The numbers of threads take turns, round after round, and are compared within a round; what counts is the median of the
+rounds. Measuring goes on until nearly all rounds agree, or the time is up; more threads are taken only where they do.
 """
 
 import hashlib

@@ -17,11 +17,9 @@ A corpus is of one tenant (the request's `cache_salt`), and so is what is learnt
 (`draft_record`): what is guessed by another's answers would show in how fast tokens come. A corpus holds the newest
 `CORPUS_TOKENS` of the answers; all together `MOST_TOKENS`, of the tenants who asked last.
 
-When a request's text is searched: in the step after one that found a draft to tell, else after pauses that double.
-
-A search takes microseconds, and a step of a small model only some hundred of them. Pauses end where the step's number
-is a multiple of their length, so that requests which are seldom asked are asked in the same steps, and most steps have
-none to ask.
+A request's text is searched in the step after one that found a draft to tell, else after pauses that double. Pauses
+end where the step's number is a multiple of their length, so that requests which are seldom asked are asked in the same
+steps, and most steps have none to ask.
 """
 
 from collections import OrderedDict

@@ -10,11 +10,9 @@ at once, since steps run in order.
 
 The scheduler reads no clock: `now_ns` is told to it. `check` verifies its books against the cache's.
 
-A stretch of steps in which nothing is decided: who runs gets a row for one token, nobody is admitted or preempted.
-
-A simulation takes such steps without a plan for each (ADR 20). Each step changes the same things for all rows, except
-for rows at a block's edge. These are known beforehand: rows of the same *phase* (the place of their next token within
-its block) reach the edge in the same step.
+A simulation takes steps in which nothing is decided without a plan for each (ADR 20). Each changes the same things for
+all rows, except at a block's edge. Rows of the same *phase* (the place of their next token within its block) reach the
+edge in the same step.
 
     block size 4, places of next rows     a: 6   b: 9   c: 2      a and c have phase 2, b has phase 1
     step 0                                a and c are at place 2, b at 1

@@ -268,11 +268,13 @@ class WaitModel:
 
     def take(self, record: ClosedAccount | StepRecord) -> None:
         """Learns from a record of the ledger, as its subscriber."""
+        if not (isinstance(record, ClosedAccount) and record.is_refused):
+            self._seen = None
+            self._told.cache_clear()
         if isinstance(record, ClosedAccount):
             self._take_account(record)
             return
         self._last = record
-        self._forget()
         self.cost.learn(record)
         if record.verified or self._tokens_a_step > 1.001:
             drafts = sum(drafts for _, drafts, _ in record.verified)
@@ -281,16 +283,10 @@ class WaitModel:
             self._tokens_a_step += _WEIGHT * (now - self._tokens_a_step)
 
     def _take_account(self, account: ClosedAccount) -> None:
-        if not account.is_refused:
-            self._forget()
         if account.output_tokens:
             self._lengths.add(account.output_tokens)
             share = 1 - account.cached_tokens / max(1, account.prompt_tokens)
             self._computed_share += _WEIGHT * (share - self._computed_share)
-
-    def _forget(self) -> None:
-        self._seen = None
-        self._told.cache_clear()
 
     def wait_s(
         self, requests: int, tokens: int, own_tokens: int, key: str | None = None, weight: float = 1.0

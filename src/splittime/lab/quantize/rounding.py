@@ -1,6 +1,5 @@
-"""How weights are rounded, and how published checkpoints store the result.
-
-Round to nearest on a grid of integers, a scale for each row and group of columns; what all schemes end in.
+"""Rounds weights to nearest on a grid of integers, with a scale for each row and group of columns, and stores them as
+published checkpoints do.
 
     symmetric    s = 2 max|w| / (2^b - 1),            z = 2^(b-1)
     not          s = (max(w, 0) - min(w, 0)) / (2^b - 1),  z = round(-min(w, 0) / s)

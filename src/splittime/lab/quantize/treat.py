@@ -11,8 +11,6 @@ A norm is stored in the checkpoint's own type, so what it is divided by is worke
 (`_fold_norm`): folding is then exact, whatever the type. Groups whose gram matrices fit in `GRAM_BYTES` together are
 gathered in one pass over the text.
 
-Scales of input channels: what the weights' columns are multiplied by before rounding, and the inputs divided by.
-
 AWQ (Lin et al. 2023, arXiv:2306.00978) makes the channels that see large activations finer, by scaling them up before
 rounding and down after. For inputs x and weights W, Q(W diag(s)) diag(s)^-1 x with s = mean|x|^a; a is searched on a
 grid for the least error of the outputs (equations 4 and 5), a = 0 being plain rounding. Then each group's range is cut
