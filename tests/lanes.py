@@ -21,6 +21,7 @@ GUARDS = HERE / "guards.txt"
 SLOW_S = 0.5
 MORE_S = 0.2  # of a further case of the same test
 TOLD_S = 0.25  # less is not written, and becomes 0.2
+LONG_S, PATIENCE_S = 5.0, 900  # beside others such a test may outlast the usual time: so long is waited for it
 USUAL_S = 0.05  # of those that are not written
 GROWN = 2.0  # a machine may be half as quick as the one of the table
 
@@ -72,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_more_of_the_same = item.path.name.startswith("test_triton") and test in interpreted
         interpreted.add(test)
         most_s = SLOW_S if item.nodeid in first else MORE_S
+        if known.get(item.nodeid, 0.0) > LONG_S or item.get_closest_marker("sweep"):
+            item.add_marker(pytest.mark.timeout(PATIENCE_S))  # its own, where it has one, comes before
         if (known.get(item.nodeid, 0.0) > most_s or is_more_of_the_same) and not {item.nodeid, test} & guarded:
             item.add_marker("slow")
 

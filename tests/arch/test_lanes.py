@@ -10,8 +10,8 @@ import pytest
 import lanes
 
 
-def slow(monkeypatch, *names):
-    """Return which of these tests are slow, by a table of two and a guard."""
+def slow(monkeypatch, *names, mark="slow"):
+    """Return which of these tests are slow, by a table of two and a guard; or which have another mark."""
     cases = {"a.py::case[1]": 0.5, "a.py::case[2]": 0.4, "a.py::case[3]": 0.3, "a.py::case[4]": 0.2} | dict.fromkeys(
         ("a.py::guard[1]", "a.py::guard[2]"), 9.0
     )
@@ -23,7 +23,7 @@ def slow(monkeypatch, *names):
         return SimpleNamespace(
             nodeid=name,
             path=Path(name.partition("::")[0]),
-            add_marker=lambda _: marked.append(name),
+            add_marker=lambda one: marked.append(name) if getattr(one, "name", one) == mark else None,
             get_closest_marker=lambda _: "sweep" if "swept" in name else None,
         )
 
@@ -41,6 +41,13 @@ def test_of_cases_the_cheapest_may_take_half_a_second_and_others_a_fifth(monkeyp
     assert slow(monkeypatch, one, two, three, four) == [one, two, three]
     assert slow(monkeypatch, one, two, "a.py::case[swept]") == [one]  # that one is in no check
     assert slow(monkeypatch, "a.py::guard[1]", "a.py::guard[2]") == []
+
+
+def test_what_takes_long_is_waited_for(monkeypatch):
+    assert slow(monkeypatch, "a.py::long", "a.py::guard", "a.py::x[swept]", mark="timeout") == [
+        "a.py::guard",
+        "a.py::x[swept]",
+    ]
 
 
 def test_one_case_of_each_of_triton_s_tests_is_not_slow(monkeypatch):
