@@ -144,8 +144,8 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
         tokens, kind = said("num_blocks") * said("block_size"), said("kv_cache_dtype")
         yield "room", f"{tokens:,} tokens of KV cache in {kind}; a request has at most {said('max_model_len'):,}"
         scheduled = said("scheduler") or {}
-        prompts = scheduled.get("max_prefill_tokens")
-        step = f"at most {said('max_num_seqs')} requests and {said('max_num_batched_tokens'):,} tokens"
+        slots, prompts = said("max_num_seqs"), scheduled.get("max_prefill_tokens")
+        step = f"at most {slots} request{'s' * (slots != 1)} and {said('max_num_batched_tokens'):,} tokens"
         yield "step", step + (f", {prompts:,} of them of prompts" if prompts else "")
     if said("default_sampling"):
         words = ", ".join(f"{name} {value:g}" for name, value in said("default_sampling").items())
