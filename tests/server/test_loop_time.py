@@ -7,7 +7,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from hostile_bodies import hostile_bodies
+from hostile_bodies import dumped, hostile_bodies
 from loop_meter import TRIES, LoopMeter, is_too_long, tried
 from splittime.api.limits import ModelInfo
 from splittime.server.config import ServerConfig
@@ -81,7 +81,7 @@ def test_what_stands_in_a_texts_own_json_holds_up_nobody(server) -> None:
     """600,000 numbers in the arguments of an earlier call kept everybody waiting for 9 s, 5 s a schema's
     pattern of 14 KB, and for half an hour one of 128 KB."""
     taken_ms = {
-        name: tried(LoopMeter(server.loop), partial(server.post, path, within_a_text(kind, given)))
+        name: tried(LoopMeter(server.loop), partial(server.post, path, dumped(within_a_text(kind, given))))
         for name, (path, kind, given) in WITHIN_A_TEXT.items()
     }
     assert {name: taken for name, taken in taken_ms.items() if is_too_long(*taken)} == {}
