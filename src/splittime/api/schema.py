@@ -106,7 +106,10 @@ class ForeignFields(Strict, kw_only=True):
     timings_per_token: Annotated[bool | None, hint("the header X-Include-Timing asks for times")] = None
 
 
-MOST_LISTED = "Alternatives listed beside each token. What is no stream has 2,097,152 at most, each token one more."
+MOST_LISTED = (
+    "Alternatives listed beside each token. An answer that is not streamed has at most 2,097,152 log-probabilities: "
+    "one for each token, and one for each alternative."
+)
 OPENS_ANSWER = "The template writes what begins the answer; default: true, unless the last message is continued."
 CONTINUES = "The model goes on with the last message, which is left open; not with add_generation_prompt."
 TEMPLATE_VARIABLES = "More that the model's chat template may read, as {'enable_thinking': false}."
