@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from splittime.core.errors import ConfigError, EngineError, NobodyThere, NotFound
+from splittime.core.errors import ConfigError, EngineError, NobodyThere, NotFound, RequestError
+from splittime.web.tenants import Tenant, forbidden
 from splittime.wire import target
 from splittime.wire.target import get_json, is_url
 
@@ -65,8 +66,26 @@ def test_a_key_that_no_header_can_have_is_not_told() -> None:
         get_json(URL, "secret\n")
 
 
+def test_a_refusal_has_one_hint_the_servers_own_if_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = forbidden(Tenant(name="a", is_operator=False), "/ledger/facts")
+    _answer(monkeypatch, 403, json.dumps(refused.to_body()).encode())
+    with pytest.raises(ConfigError, match="may not ask for /ledger/facts; ask with an operator's key") as error:
+        get_json(URL, "of-a")
+    assert error.value.info.hint is None
+    unknown = RequestError("no API key, or a wrong one", hint="send Authorization: Bearer KEY")
+    for status, body in ((403, b"no JSON"), (401, json.dumps(unknown.to_body()).encode())):
+        _answer(monkeypatch, status, body)
+        with pytest.raises(ConfigError) as error:
+            get_json(URL, "of-nobody")
+        assert error.value.info.hint == "Give the server's key with --api-key or SPLITTIME_API_KEY."
+
+
 def _answer_404(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    _answer(monkeypatch, 404, body)
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, status: int, body: bytes) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise urllib.error.HTTPError(URL, 404, "Not Found", Message(), io.BytesIO(body))
+        raise urllib.error.HTTPError(URL, status, "as told", Message(), io.BytesIO(body))
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)

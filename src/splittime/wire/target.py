@@ -27,6 +27,7 @@ OUTSIDE = (
     "Is the URL right? Any other server is measured from outside, by two runs, one with few requests at a time and one "
     "with many: splittime bench run URL --out light.json. Then splittime plan light.json,heavy.json."
 )
+GIVE_KEY = "Give the server's key with --api-key or SPLITTIME_API_KEY."
 UNKNOWN_CERTIFICATE = "For a certificate of your own, set SSL_CERT_FILE to its file (cert.pem)."
 
 
@@ -196,11 +197,11 @@ def foreign_server(url: str, status: int) -> NotFound:
 def _refused(error: urllib.error.HTTPError, url: str) -> Exception:
     try:
         told = json.load(error)["error"]
-        message, code = told["message"], told["code"]
-    except (ValueError, KeyError, TypeError):
-        message, code = f"{url} answered {error.code}", None
+        message, code, hint = told["message"], told["code"], told.get("hint")  # the message ends with it
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, code, hint = f"{url} answered {error.code}", None, None
     if error.code == 404:  # a splittime server says what it has not; others' codes are numbers, or there are none
         return NotFound(message) if isinstance(code, str) else foreign_server(url, 404)
     if error.code in (401, 403):
-        return ConfigError(message, hint="Give the server's key with --api-key or SPLITTIME_API_KEY.")
+        return ConfigError(message, hint=None if hint and error.code == 403 else GIVE_KEY)
     return EngineError(message)
