@@ -257,6 +257,8 @@ def test_an_answer_that_is_no_stream_has_a_bounded_number_of_logprobs(launch, mo
     assert live.post("/v1/completions", {**body, "echo": True, "stream": True})[0] == 400
     told = joined(live.events("/v1/completions", {**body, "echo": True, "prompt": "bbbb"}))
     assert (told.count("b"), told.count("a")) == (8, 100)
+    once, echoed = {"n": 1, "prompt": "b" * 12}, {"echo": True, "stream": True}  # room for 20 tokens of all prompts
+    assert [live.post("/v1/completions", body | once | echoed | {"n": n})[0] for n in (1, 2)] == [200, 400]
     strict = launch(say("a" * 50, end=False), config={"strict": True})
     assert [strict.post("/v1/completions", {**body, "max_tokens": most})[0] for most in (10, 11)] == [200, 400]
 
