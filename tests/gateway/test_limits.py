@@ -12,6 +12,7 @@ import pytest
 
 from patience import until
 from splittime.ledger.account_json import account_from_json
+from splittime.ledger.stages import Stage
 
 from .conftest import DEAD, gateway_of, upstream
 from .test_chaos import metric
@@ -152,6 +153,8 @@ def test_a_breaker_opens_closes_and_says_503_at_once(hostile, tmp_path):
         assert (status, json.loads(body)["error"]["code"], headers["retry-after"]) == (503, "no_upstream", "1")
         account = account_from_json(gateway.account("refused"))
         assert (account.finish_reason, account.attempts) == ("refused", ())
+        waited = [one for one in account.intervals if one.cause is not None or one.stage is Stage.UPSTREAM]
+        assert waited == []  # neither for a place nor before another attempt
         time.sleep(0.4)
         assert gateway.ask("dead")[0] == 503  # the gateway itself has looked, and nobody's request
         assert [gateway.ask("strict")[0] for _ in range(6)] == [400] * 6  # 4xx never opens it
