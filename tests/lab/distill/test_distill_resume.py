@@ -14,11 +14,13 @@ from schools import STUDENT, TEACHER, make_model, write_config, write_texts
 from splittime.core.errors import ConfigError, EngineError
 from splittime.kernels.native import check
 from splittime.kernels.native.library import isa_names
+from splittime.lab.distill import run
 from splittime.lab.distill.inputs import DistillRequest
 from splittime.lab.distill.job import LAST_GOOD, DistillRun, DistillSettings, Task
 from splittime.lab.distill.loss import Distillation
 from splittime.lab.distill.run import Hooks, distill
 from splittime.lab.distill.student import StudentPlan, read_weights
+from splittime.lab.quantize.tensor_file import Work
 from splittime.runner.machine import choose_kernels
 
 HERE = Path(__file__).parent
@@ -90,6 +92,24 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path, other_isa):
     assert files[0] == files[1]
     assert again.scores == whole.scores
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("begun_with", "kernels", "here"),
+    [("avx9", "native", "portable, avx2"), ("torch", "native", "portable, avx2"), ("avx2", "torch", "torch")],
+)
+def test_a_run_whose_kernels_are_not_here_is_refused_by_their_name(tmp_path, monkeypatch, begun_with, kernels, here):
+    monkeypatch.setenv(check.ASKED, "untouched")
+    monkeypatch.setattr(run, "choose_kernels", lambda asked: (kernels, "as told"))
+    monkeypatch.setattr(run, "choose_isa", lambda: ("avx2", "as told"))
+    monkeypatch.setattr(run, "isa_names", lambda: ["portable", "avx2"])
+    work = Work(tmp_path / "out")
+    work.adopt({"alpha": 1}, begun_with)
+    with pytest.raises(ConfigError, match=f"was begun with {begun_with}; what runs here: {here}$") as error:
+        run._compute_as_begun(work, {"alpha": 1})
+    assert f"name another --out, or remove {work.folder}" in error.value.info.hint
+    work.close()
+    assert os.environ[check.ASKED] == "untouched"
 
 
 class Breaking:

@@ -168,6 +168,20 @@ def test_a_damaged_manifest_is_refused(model, tmp_path):
         quantize(model, tmp_path / "out", GPTQ, make_text())
 
 
+def test_what_an_older_version_began_goes_on_with_its_threads_or_is_refused(model, tmp_path):
+    halted(model, tmp_path / "out")
+    path = tmp_path / "out.unfinished" / "manifest.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps({"num_threads": found.pop(tensor_file.MEANS), **found}))
+    work = tensor_file.Work(tmp_path / "out")
+    assert work.adopt(found, 3) == 1
+    with pytest.raises(ConfigError, match="an older version began it") as error:  # which says no kernels
+        work.adopt(found, "avx2")
+    assert error.value.info.hint == f"remove {path.parent} and begin anew"
+    work.close()
+    assert quantize(model, tmp_path / "out", GPTQ, make_text()).resumed_layers == 1
+
+
 def test_hidden_states_in_a_file_give_the_same(model, tmp_path):
     quantize(model, tmp_path / "a", GPTQ, make_text())
     quantize(model, tmp_path / "b", GPTQ, make_text(), in_memory_bytes=0)

@@ -22,8 +22,8 @@ from torch import Tensor
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.sampling import SamplingParams
 from splittime.kernels.native.check import choose_isa, insist
+from splittime.kernels.native.library import isa_names
 from splittime.lab.distill import fidelity, student, text
-from splittime.lab.distill.fidelity import DraftGain, draft_gain
 from splittime.lab.distill.head import DEPTHS, WORD, Head, HeadLoss, Teacher
 from splittime.lab.distill.inputs import DistillRequest, Inputs, folder_of, identity, read
 from splittime.lab.distill.job import DistillRun, DistillSettings, OnCheckpoint, OnUpdate, Task
@@ -33,7 +33,6 @@ from splittime.lab.quality.documents import MIN_SCORED, DocumentTokens, plan, pr
 from splittime.lab.quality.local import LocalModel
 from splittime.lab.quality.margins import MIN_DOCUMENTS
 from splittime.lab.quantize import tensor_file
-from splittime.lab.quantize.tensor_file import Work
 from splittime.models.config import load_config
 from splittime.models.weights.checkpoint import Checkpoint
 from splittime.models.weights.load import EMBEDDING
@@ -73,7 +72,7 @@ class HeadResult(msgspec.Struct, frozen=True):
     seconds: float
     notes: tuple[str, ...]
     scores: HeadScores
-    gain: DraftGain
+    gain: fidelity.DraftGain
 
 
 def head_loss(inputs: Inputs, settings: DistillSettings) -> HeadLoss:
@@ -114,7 +113,7 @@ def head_windows(documents: Sequence[DocumentTokens], length: int) -> list[Seque
     return [window for window, end in zip(windows, ends, strict=True) if end <= MEASURED_HEAD_TOKENS]
 
 
-def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -> DraftGain:
+def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -> fidelity.DraftGain:
     """Returns what the head in this folder would gain, by steps timed now."""
     asked = SpeculativeConfig(method="mtp", model=str(out))
     config = RunnerConfig(
@@ -127,7 +126,7 @@ def head_gain(inputs: Inputs, out: Path, scores: HeadScores, num_threads: int) -
     )
     runner = load_torch_runner(config)
     chances = (scores.chance, scores.low, scores.high)
-    return draft_gain(runner, head_drafter(runner, asked).runner, "head", chances)
+    return fidelity.draft_gain(runner, head_drafter(runner, asked).runner, "head", chances)
 
 
 def head_result(
@@ -249,7 +248,7 @@ class Hooks:
 def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
     """The whole of it. What was begun with the same arguments goes on; with others it is refused."""
     inputs = read(asked)
-    work = Work(asked.out)
+    work = tensor_file.Work(asked.out)
     result: Result | HeadResult
     try:
         learnt = text.stream(inputs.learnt, inputs.tokenizer, inputs.end)
@@ -270,10 +269,16 @@ def distill(asked: DistillRequest, hooks: Hooks) -> Result | HeadResult:
         work.close()
 
 
-def _compute_as_begun(work: Work, inputs: Mapping[str, Any]) -> None:
-    """Use the kernels that the run began with: the fastest are found by measuring, and others may round otherwise."""
-    own = choose_isa()[0] if choose_kernels("auto")[0] == "native" else "others"
+def _compute_as_begun(work: tensor_file.Work, inputs: Mapping[str, Any]) -> None:
+    """Use the kernels that the run began with: the fastest are found by measuring, and others may round otherwise.
+    Raises `ConfigError` if they are not here."""
+    kernels = choose_kernels("auto")[0]
+    own, here = (choose_isa()[0], isa_names()) if kernels == "native" else (kernels, [kernels])
     begun_with = work.adopt(inputs, own)
+    if begun_with not in here:
+        told = f"{work.folder} was begun with {begun_with}; what runs here: {', '.join(here)}"
+        hint = f"go on where it was begun, name another --out, or remove {work.folder}"
+        raise ConfigError(told, param="out", value=begun_with, hint=hint)
     if begun_with != own:
         insist(begun_with)
 

@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -46,7 +47,8 @@ DTYPES = {
     torch.uint8: "U8",
 }
 MANIFEST, LOCK, RESULT = "manifest.json", "lock", "checkpoint"
-MEANS = "means"  # in the manifest: of computing, threads or an instruction set; not compared
+MEANS = "means"  # in the manifest: of computing, threads or kernels; not compared
+OLD_MEANS = "num_threads"  # once called so, of threads alone
 T = TypeVar("T", int, str)
 
 
@@ -147,15 +149,10 @@ class Work:
         os.close(self._lock)
 
     def _refuse_foreign(self) -> None:
-        if not (self.folder / MANIFEST).is_file():
-            foreign = [path.name for path in self.folder.iterdir() if not _is_ours(path.name)]
-            if foreign:
-                raise ConfigError(
-                    f"{self.folder} is not a work folder: it holds {foreign[0]} and no {MANIFEST}",
-                    param="out",
-                    value=str(self.out),
-                    hint="name another --out",
-                )
+        foreign = [path.name for path in self.folder.iterdir() if not _is_ours(path.name)]
+        if foreign and not (self.folder / MANIFEST).is_file():
+            told = f"{self.folder} is not a work folder: it holds {foreign[0]} and no {MANIFEST}"
+            raise ConfigError(told, param="out", value=str(self.out), hint="name another --out")
 
     def adopt(self, identity: Mapping[str, Any], means: T) -> T:
         """Begin, or go on with what was begun with the same identity; -> the means to compute with, which whoever goes
@@ -165,16 +162,12 @@ class Work:
             write_json(path, {**identity, MEANS: means})
             return means
         found = _read_manifest(path)
-        begun_with = found.pop(MEANS, None)
+        begun_with = found.pop(MEANS, found.pop(OLD_MEANS, None))
         for key in {**found, **identity}:
-            if found.get(key) != identity.get(key):
-                raise ConfigError(
-                    f"{self.folder} was begun with another {key}: {found.get(key)}, now {identity.get(key)}",
-                    param=key,
-                    value=str(identity.get(key)),
-                    limit=str(found.get(key)),
-                    hint=f"repeat the command as it was, name another --out, or remove {self.folder}",
-                )
+            if (then := found.get(key)) != (now := identity.get(key)):
+                told = f"{self.folder} was begun with another {key}: {then}, now {now}"
+                hint = f"repeat the command as it was, name another --out, or remove {self.folder}"
+                raise ConfigError(told, param=key, value=str(now), limit=str(then), hint=hint)
         if self.is_done and (self.folder / RESULT).exists():
             raise _exists(self.out)
         if not isinstance(begun_with, type(means)) or not begun_with:
@@ -198,12 +191,8 @@ class Work:
 
     def layer_entries(self, index: int) -> list[TensorEntry]:
         """The finished layer's tensors, each read when it is written."""
-        path = self.layer_path(index)
-
-        def entry(name: str, tensor: Tensor) -> TensorEntry:
-            return TensorEntry(name, tensor.dtype, tuple(tensor.shape), lambda: _read_one(path, name))
-
-        return [entry(name, tensor) for name, tensor in self.layer_tensors(index).items()]
+        path, each = self.layer_path(index), self.layer_tensors(index).items()
+        return [TensorEntry(name, one.dtype, tuple(one.shape), partial(_read_one, path, name)) for name, one in each]
 
     def begin_result(self) -> Path:
         result = self.folder / RESULT
@@ -240,13 +229,12 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is damaged", param="out", value=str(path), hint=f"remove {path.parent} and begin anew")
+    told = f"{path} is damaged, or an older version began it"
+    return ConfigError(told, param="out", value=str(path), hint=f"remove {path.parent} and begin anew")
 
 
 def _has_content(out: Path) -> bool:
-    if out.is_dir():
-        return any(out.iterdir())
-    return out.exists() or out.is_symlink()
+    return any(out.iterdir()) if out.is_dir() else out.exists() or out.is_symlink()
 
 
 def _is_ours(name: str) -> bool:
