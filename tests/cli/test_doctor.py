@@ -86,6 +86,16 @@ def test_what_is_printed_to_look_at_works_as_it_is(server, ill, tmp_path, monkey
     assert first.split()[1] in result.stdout
 
 
+def test_an_id_that_begins_like_a_flag_is_printed_so_that_explain_takes_it(ill, tmp_path):
+    named = [msgspec.structs.replace(one, request_id=f"--json-{one.request_id}") for one in ill.accounts]
+    path = ledger_file(msgspec.structs.replace(ill, accounts=tuple(named)), tmp_path / "l.sqlite")
+    shown = invoke("doctor", str(path), "--no-sizes").stdout
+    (first, *_) = re.findall(r"^  see     splittime (explain .* --json-.*)$", shown, re.MULTILINE)
+    result = invoke(*shlex.split(first))
+    assert result.exit_code == 0, result.stderr
+    assert first.split()[-1] in result.stdout
+
+
 def test_what_explain_cannot_read_is_named_alone(well, ill, tmp_path):
     save(with_client(well, buffered).run, tmp_path / "run.json")
     shown = invoke("doctor", str(tmp_path / "run.json")).stdout

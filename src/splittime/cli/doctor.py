@@ -274,7 +274,8 @@ def _where(finding: "Finding", asked: str | None) -> str:
     shown = ""
     if finding.request_ids:
         first = shlex.quote(finding.request_ids[0])
-        shown += f"  see     {first if asked is None else f'splittime explain {first}{asked}'}\n"
+        named = f"{asked} -- {first}" if finding.request_ids[0].startswith("-") else f" {first}{asked}"
+        shown += f"  see     {first if asked is None else f'splittime explain{named}'}\n"
         rest = finding.request_ids[1:]
         shown += _entry("", f"also {', '.join(rest)}") if rest else ""
     if finding.step_ids:
