@@ -2,13 +2,18 @@
 
 from itertools import chain
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from test_rules_prompts import PROMPTS, SHARED, after_another, blocks_of
-from ward import Ward, ids
+from ward import Case, Ward, ids
 
 from splittime.diagnose.explain import explain
 from splittime.diagnose.known_prompts import computed_again
+from splittime.diagnose.rules.prompts import uncached_reuse
+from splittime.ledger import derive
+from splittime.ledger.stages import Stage
 
 OFF = {"enable_prefix_caching": False}
 
@@ -61,6 +66,54 @@ def test_an_edit_of_the_history_is_found_where_it_is(data):
         assert again.lacks in (0, gone - new)
     assert changed or behind < 300, "whole parts only are known: a short rest may hold none"
     assert all(not told_of(books, n)[0] for n in range(turn - 1))
+
+
+def under(books, **changes):
+    """The same books, where the second request is another in this."""
+    first, second = sorted(books.accounts, key=lambda account: account.start_ns)
+    return replace(books, accounts=(first, replace(second, **changes)))
+
+
+def test_what_another_salt_or_model_had_is_no_loss_of_the_cache():
+    books = Ward(**PROMPTS, settings=OFF).run(*after_another(SHARED, SHARED))
+    (again,), (first, _) = told_of(under(books, cache_salt="other"), 1)
+    assert (again.why, again.earlier) == ("salted_apart", first)
+    assert told_of(under(books, model="an adapter"), 1)[0] == []
+    assert uncached_reuse(under(books, cache_salt="other")) is None
+
+
+def test_a_prompt_that_was_to_be_computed_missed_nothing():
+    books = Ward(**PROMPTS, settings=OFF).run(*after_another(SHARED, SHARED))
+    assert told_of(under(books, computes_prompt=True), 1)[0] == []
+
+
+def test_without_the_servers_settings_no_reason_is_guessed():
+    books = Ward(**PROMPTS, settings=OFF).run(*after_another(SHARED, SHARED))
+    assert [again.why for again in told_of(replace(books, facts=None), 1)[0]] == ["not_given"]
+
+
+def test_an_id_that_comes_again_is_another_request():
+    books = Ward(**PROMPTS, settings=OFF).run(*after_another(SHARED, SHARED))
+    first = min(books.accounts, key=lambda account: account.start_ns)
+    same = under(books, request_id=first.request_id)
+    assert told_of(same, 0)[0] == []
+    assert len(told_of(same, 1)[0]) == 1
+
+
+def test_what_it_took_is_these_tokens_part_of_the_prefill():
+    books = Ward(**PROMPTS, settings=OFF).run(*after_another(SHARED[:512] + ids(512, 1), SHARED[:512] + ids(512, 2)))
+    (again,), _ = told_of(books, 1)
+    second = max(books.accounts, key=lambda account: account.start_ns)
+    prefill_ns = derive.stage_ns(second)[Stage.PREFILL]
+    assert again.took_ns == pytest.approx(prefill_ns * again.tokens / 1024, rel=0.01)
+
+
+def test_who_is_named_had_the_tokens_by_then():
+    """Two prompts that begin in one step: neither had anything before the other."""
+    old = ids(16, 1) + SHARED
+    cases = [Case(0, old, 8), Case(900, ids(16, 2) + SHARED, 8), Case(900, ids(16, 3) + SHARED, 8)]
+    found, names = told_of(Ward(**PROMPTS).run(*cases), 2)
+    assert [again.earlier for again in found] == [names[0]]
 
 
 def test_explain_says_it():

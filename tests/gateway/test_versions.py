@@ -251,7 +251,7 @@ def test_a_canary_that_could_not_be_remembered_is_not_begun(hostile, tmp_path):
         told = admin(gateway)[1]
         assert (status, error["param"], told["canary"]) == (400, "ledger_file", None)
         assert told["changes"][-1]["what"] == "refused"
-        assert error["message"].startswith(f"{told['changes'][-1]['why']}; Name a file")  # and the way out
+        assert error["message"].startswith(f"{told['changes'][-1]['why']}. Name a file")  # and the way out
         assert 'changes_total{result="refused"} 1' in metrics_of(gateway)
         assert admin(gateway, toml=new)[1]["version"].startswith("2:")
 

@@ -130,7 +130,7 @@ def test_a_value_that_would_change_something_is_refused_with_the_way_out(live, p
     status, _, answer = live.post(path, {**prompt, name: value})
     error = answer["error"]
     assert (status, error["code"], error["param"].split(".")[0]) == (400, "unsupported_field", name)
-    assert error["message"].partition(": ")[2] == UNSUPPORTED[name]
+    assert error["message"].partition(": ")[2].startswith(UNSUPPORTED[name])
 
 
 HINTS = {

@@ -89,7 +89,7 @@ def test_what_cannot_be_simulated_says_why(live: LiveServer, body: dict, status:
 def test_a_server_without_requests_cannot_tell(launch) -> None:
     status, _, told = launch().post(PATH, {})
     assert (status, told["error"]["code"]) == (409, "cannot_tell")
-    assert told["error"]["message"] == "no request has been served yet"
+    assert told["error"]["message"] == "no request has been served yet. Ask again when requests have been served."
 
 
 def test_requests_before_the_latest_change_of_a_knob_do_not_count(live: LiveServer) -> None:

@@ -210,7 +210,8 @@ ERROR_CLASSES = (
 
 def error_body(info: ErrorInfo) -> dict[str, Any]:
     """Returns the JSON body of an error. Its message ends with the hint: clients of every API show no other field."""
-    message = f"{info.message}; {info.hint}" if info.hint else info.message
+    hint = info.hint or ""
+    message = f"{info.message}{'. ' if hint[:1].isupper() else '; ' * bool(hint)}{hint}"
     told = {"message": message, "type": info.kind, "param": info.param, "code": info.code}
     more = {"value": info.value, "limit": info.limit, "hint": info.hint, "retry_after_s": info.retry_after_s}
     return {"error": told | {name: value for name, value in more.items() if value is not None}}

@@ -4,14 +4,12 @@
     BETTER, WORSE  the interval leaves out 1 (and is not within the margin)
     INCONCLUSIVE   neither: the data allow both a difference that matters and none
 
-The intervals hold *together* with the confidence asked for: each has 1 - (1 - confidence) / metrics (Bonferroni), so
-with no difference at all the chance of any BETTER or WORSE is at most 1 - confidence. The overall verdict: WORSE if any
-metric is (a gain elsewhere does not pay for it), else BETTER if any is, else that of the first metric, the primary. By
-default that is the mean response time: every delay of a request is in it, none can hide by moving from TTFT to TPOT, at
-a fixed concurrency it is the throughput's inverse (Little's law), and some hundred requests estimate it, where a p99 of
-their TTFT rests on a few of them. A void run makes everything INCONCLUSIVE, unless what voids it is the client's own
-lateness alone: then, and where it is only noted, a verdict stands if it would be the same with all that lateness taken
-off either side (`bench.book.metrics`).
+The intervals hold *together* with the confidence asked for (Bonferroni): with no difference at all the chance of any
+BETTER or WORSE is at most 1 - confidence. The overall verdict: WORSE if any metric is, else BETTER if any is, else that
+of the first metric, the primary: by default the mean response time. Every delay is in it, at a fixed concurrency it is
+the throughput's inverse (Little's law), and some hundred requests estimate it, where a p99 rests on a few of them. A
+void run makes everything INCONCLUSIVE, unless the client's own lateness alone voids it and the verdict would be the
+same with all that lateness taken off either side (`bench.book.metrics`).
 
 How the interval is made:
     paired     one run of two servers, or two runs of one schedule: each request on both sides, so that what they share
@@ -22,10 +20,9 @@ How the interval is made:
 Neighbouring requests count for fewer independent ones, as in a run's own figures (`stats.intervals`).
 Shares (goodput, error rate) are compared by their difference, the margin being `SHARE_MARGIN`.
 
-`compare_accounts` compares two sets of a gateway's accounts as two runs of `bench compare` are. The instants are the
-gateway's: a request is intended and sent when its account begins, its first chunk is the first byte of the answer that
-was given. What its client broke off is not counted; whatever else ended with an error, a refusal included, is a
-failure. The two have not asked the same, so they are never paired.
+`compare_accounts` compares two sets of a gateway's accounts, never paired. A request is intended and sent when its
+account begins; its first chunk is the first byte of the answer that was given. What its client broke off is not
+counted; whatever else ended with an error, a refusal included, is a failure.
 
 A side is one arm of one run. `contrast` gives the metric of both sides and the spread of what lies between them.
 `reasons_to_doubt` and `notes_of` say why figures may say nothing, and what else differs.

@@ -67,6 +67,8 @@ WHY_AGAIN = {
     "cache_off": "The prefix cache is off.",
     "within_a_block": "They fill no whole block, and only whole blocks are found again.",
     "not_kept": "The prefix cache had them no longer.",
+    "not_given": "The prefix cache did not give them.",
+    "salted_apart": "They were under another cache_salt, or another key: what is cached is apart.",
     "differs": "They stand behind the first difference, within prompt tokens {from_token} to {until_token}.",
     "lacks": "Before them {lacks} tokens of that prompt are gone, within prompt tokens {from_token} to {until_token}.",
 }

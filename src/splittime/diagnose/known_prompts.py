@@ -11,6 +11,7 @@ else instead: by how many tokens each of the two has until the first part of bot
 shorter than before; a history that loses something is shorter each time.
 """
 
+from collections import defaultdict
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -43,21 +44,22 @@ class Missed(msgspec.Struct, frozen=True):
 
 class AllMissed(NamedTuple):
     """begun: what a cache of any size and with small blocks would have given. varied, dropped: what it would have given
-    with the varying part at the end, and with the history as it was."""
+    with the varying part at the end, and with the history as it was. apart: what one without `cache_salt` would."""
 
     begun: list[Missed]
     varied: list[Missed]
     dropped: list[Missed]
+    apart: list[Missed]
 
 
 class _Known:
     """Prompts so far, as a tree of parts with the instant from which each prefix could be reused and whose it was, and
-    the latest prompt that holds each part."""
+    the latest prompt that holds each part, and from when."""
 
     def __init__(self) -> None:
         self.ready: dict[tuple[int, ...] | bytes, tuple[int, str]] = {}
-        self.latest: dict[int, tuple[int, ClosedAccount]] = {}
-        self.seen: dict[int, int] = {}
+        self.latest: dict[int, tuple[int, ClosedAccount, int]] = {}
+        self.seen: dict[int, tuple[int, str]] = {}
 
     def prefix_parts(self, account: ClosedAccount, at_ns: int) -> tuple[int, str]:
         """Returns how many of its first parts an earlier request had computed by then, and which."""
@@ -77,14 +79,15 @@ class _Known:
         known = list(takewhile(lambda ready: ready[0] < at_ns, all_ready))
         return PREFIX_TOKENS * len(known), known[-1][1] if known else ""
 
-    def dropped_tokens(self, account: ClosedAccount, place: int) -> tuple[int, str]:
+    def dropped_tokens(self, account: ClosedAccount, place: int, at_ns: int) -> tuple[int, str]:
         """Returns how many more tokens than this prompt the latest one with its next known part has before that, and
-        whose it is; 0 where that prompt has not its first `place` parts, or, without any, not its first tokens."""
+        who had that part by then; 0 where that prompt has not its first `place` parts, or, without any, its tokens."""
         parts = account.prompt_parts
-        start, (then, before) = next((n, self.latest[mark]) for mark, n, _ in parts[place:] if mark in self.latest)
+        mark, start = next((mark, start) for mark, start, _ in parts[place:] if mark in self.latest)
+        then, before, ready_ns = self.latest[mark]
         is_alike = before.prompt_parts[:place] == parts[:place]
         is_alike = is_alike and before.prefixes[:PREFIX_BYTES] == account.prefixes[:PREFIX_BYTES]
-        return is_alike * (then - start), before.request_id
+        return is_alike * (then - start), before.request_id if ready_ns < at_ns else self.seen[mark][1]
 
     def add(self, account: ClosedAccount, ready_ns: int, computed: int) -> None:
         path: tuple[int, ...] = ()
@@ -92,8 +95,8 @@ class _Known:
         for mark, start, _ in takewhile(lambda part: part[1] + part[2] <= computed, account.prompt_parts):
             path = (hash((path, mark)),)
             self.ready[path] = min(ready, self.ready.get(path, ready))
-            self.latest[mark] = start, account
-            self.seen[mark] = min(ready_ns, self.seen.get(mark, ready_ns))
+            self.latest[mark] = start, account, ready_ns
+            self.seen[mark] = min(ready, self.seen.get(mark, ready))
         for beginning in prefix_list(account.prefixes)[: computed // PREFIX_TOKENS]:
             self.ready.setdefault(beginning, ready)
 
@@ -122,26 +125,50 @@ def token_ns(books: Books, account: ClosedAccount) -> float:
 
 @once
 def all_missed(books: Books) -> AllMissed:
-    """Returns what a prefix cache could have given, by what keeps it from that."""
-    known, found = _Known(), AllMissed([], [], [])
-    block_size = setting(books, "block_size") or DEFAULT_BLOCK
+    """Returns what a prefix cache could have given, by what keeps it from that. A prompt that was computed since its
+    request asked for that (`computes_prompt`) missed nothing."""
+    known: dict[tuple[str, str | None], _Known] = defaultdict(_Known)  # by model and salt, and by model alone
+    found = AllMissed([], [], [], [])
     accounts = [account for account in served(books.accounts) if account.prompt_parts or account.prefixes]
     computed = [(begin_ns, a) for a in accounts if (begin_ns := _prefill_begin_ns(a)) is not None]
     for begin_ns, account in sorted(computed, key=lambda entry: entry[0]):
-        place, of_parts = known.prefix_parts(account, begin_ns)
-        first, rest = account.prompt_parts[:place], account.prompt_parts[place:]
-        in_parts = sum(num_tokens for _, _, num_tokens in first)
-        at_token, earlier = max((in_parts, of_parts), known.prefix_tokens(account, begin_ns))
-        until, each_ns = computed_until(books)[account.request_id], token_ns(books, account)
-        prefix = min(at_token, account.prompt_tokens - 1, until)
-        had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
-        lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
-        found.begun.append(Missed(account, lost, had, lost * each_ns, 0, in_blocks, earlier))
-        again = sum(n for mark, at, n in rest if at + n <= until and known.seen.get(mark, begin_ns) < begin_ns)
-        dropped, before = known.dropped_tokens(account, place) if again else (0, "")
-        found.varied.append(Missed(account, again, at_token, again * each_ns, dropped, earlier=before))
-        known.add(account, account.token_ready_ns[0] if account.token_ready_ns else account.end_ns, until)
+        own, anybodys = known[account.model, account.cache_salt], known[account.model, None]
+        if not account.computes_prompt:
+            found.begun.append(begun := _begun(books, own, account, begin_ns))
+            found.varied.append(_varied(books, own, account, begin_ns))
+            found.apart.append(_begun(books, anybodys, account, begin_ns, begun.tokens))
+        ready_ns = account.token_ready_ns[0] if account.token_ready_ns else account.end_ns
+        for each in (own, anybodys):
+            each.add(account, ready_ns, computed_until(books)[account.request_id])
     return _apart(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))
+
+
+def _begun(books: Books, known: _Known, account: ClosedAccount, begin_ns: int, less: int = 0) -> Missed:
+    """Returns what of the prompt's beginning was known and computed again. less: so many tokens count elsewhere."""
+    block_size = setting(books, "block_size") or DEFAULT_BLOCK
+    at_token, earlier = _known_tokens(known, account, begin_ns)
+    prefix = min(at_token, account.prompt_tokens - 1, computed_until(books)[account.request_id])
+    had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
+    lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
+    lost -= less
+    return Missed(account, lost, had, lost * token_ns(books, account), 0, in_blocks, earlier)
+
+
+def _varied(books: Books, known: _Known, account: ClosedAccount, begin_ns: int) -> Missed:
+    """Returns what was known behind the first difference."""
+    place, _ = known.prefix_parts(account, begin_ns)
+    until, soon = computed_until(books)[account.request_id], (begin_ns, "")
+    rest = account.prompt_parts[place:]
+    again = sum(n for mark, at, n in rest if at + n <= until and known.seen.get(mark, soon)[0] < begin_ns)
+    dropped, earlier = known.dropped_tokens(account, place, begin_ns) if again else (0, "")
+    at_token, _ = _known_tokens(known, account, begin_ns)
+    return Missed(account, again, at_token, again * token_ns(books, account), dropped, earlier=earlier)
+
+
+def _known_tokens(known: _Known, account: ClosedAccount, at_ns: int) -> tuple[int, str]:
+    place, whose = known.prefix_parts(account, at_ns)
+    in_parts = sum(num_tokens for _, _, num_tokens in account.prompt_parts[:place])
+    return max((in_parts, whose), known.prefix_tokens(account, at_ns))
 
 
 def _apart(found: AllMissed) -> AllMissed:
@@ -157,6 +184,7 @@ class ComputedAgain(msgspec.Struct, frozen=True):
     """Prompt tokens that a request computed though `earlier` had them, what that took, and why.
 
     why: `cache_off`; `within_a_block`: only whole blocks are found again; `not_kept`: the cache had given them up;
+    `not_given`: the server's settings are not known here; `salted_apart`: they were under another `cache_salt`;
     `differs`: they stand behind a first difference, which lies within tokens from_token to until_token; `lacks`: so
     too, and `lacks` tokens that `earlier` had there are gone."""
 
@@ -171,19 +199,29 @@ class ComputedAgain(msgspec.Struct, frozen=True):
 
 def computed_again(account: ClosedAccount, books: Books) -> list[ComputedAgain]:
     """Returns what of this prompt was known and computed all the same. books: with this account and those before."""
-    missed, found = all_missed(books), []
-    is_off = setting(books, "enable_prefix_caching") is False
-    all_of_it = ((kind, miss) for kind in missed for miss in kind if miss.account.request_id == account.request_id)
-    for kind, miss in all_of_it:
-        until, lacks = miss.at_token + miss.tokens, 0
-        why = "cache_off" if is_off else "within_a_block" if miss.in_blocks < miss.tokens / 2 else "not_kept"
-        if kind is not missed.begun:
+    missed, found, who = all_missed(books), [], (account.request_id, account.start_ns)
+    for kind, miss in ((one, miss) for one in missed for miss in one):
+        if (miss.account.request_id, miss.account.start_ns) != who:
+            continue
+        until, lacks, why = miss.at_token + miss.tokens, 0, "salted_apart"
+        if kind is missed.begun:
+            why = _why_not_given(miss, books)
+        elif kind is not missed.apart:
             until, lacks = miss.at_token + first_part_tokens(miss), max(0, miss.dropped)
             why = "lacks" if lacks >= DROPPED_TOKENS else "differs"
         found.append(ComputedAgain(miss.earlier, miss.tokens, round(miss.saved_ns), why, miss.at_token, until, lacks))
     return found
 
 
+def _why_not_given(miss: Missed, books: Books) -> str:
+    if books.facts is None:
+        return "not_given"
+    if setting(books, "enable_prefix_caching") is False:
+        return "cache_off"
+    return "within_a_block" if miss.in_blocks < miss.tokens / 2 else "not_kept"
+
+
 def first_part_tokens(miss: Missed) -> int:
-    """Returns the length of the part in which the difference lies: how exactly its place is known."""
-    return next((n for _, start, n in miss.account.prompt_parts if start + n > miss.at_token), 0)
+    """Returns how far the part reaches in which the difference lies: how exactly its place is known."""
+    ends = (start + num_tokens for _, start, num_tokens in miss.account.prompt_parts)
+    return next((end - miss.at_token for end in ends if end > miss.at_token), 0)

@@ -2,24 +2,18 @@
 
 Each tenant has a counter of the tokens that it was served, divided by its weight; whoever has the least is next: the
 virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A request is charged
-when it goes to an upstream, by its estimate, and corrected when its tokens are known. A tenant that comes back after a
-pause begins where the least of the active ones is, so that nobody saves up; what they were charged for requests in
-flight is left out there, as it may never be used. Within a tenant the order is that of arrival, for each model; a
-request whose upstreams are full keeps none of another model waiting. One with several answers is given places for all
-of them together: within its tenant's part of them nobody is given a place before it when it is its tenant's turn, and
-one that is larger than that is passed by others for as long as they come.
+by its estimate when it goes to an upstream, and corrected when its tokens are known. A tenant that comes back after a
+pause begins where the least of the active ones is, so nobody saves up; charges in flight are left out there.
 
-The queue is bounded in requests and in tokens, of which one request counts `MOST_OF_QUEUE` of the bound at the most: no
-estimate fills the queue alone. Before it is full, newcomers of a tenant that has most of its own part are refused by
-chance (`TenantShares`). When it is full all the same a newcomer is refused, unless its tenant has less of the queue, by
-weight, than another: then that other's latest request is. Thus a tenant that fills the queue does not keep the others
-out of it.
+Within a tenant the order is that of arrival, for each model: full upstreams of one model keep none of another waiting.
+A request with several answers gets places for all of them together. Within its tenant's part nobody is given a place
+before it at its tenant's turn; one that is larger than that part is passed by others for as long as they come.
 
-Each tenant has a part of the queue as its weight is among the tenants that are active now. From `shed_from` of that
-part on its newcomers are refused with a chance that rises evenly to one at the whole part: random early detection
-(Floyd and Jacobson 1993), for each tenant. That is decided when a head has been read, and takes nobody's place.
-
-One draw decides for a request, however often it is looked at.
+The queue is bounded in requests and in tokens; one request counts `MOST_OF_QUEUE` of the bound at most. When it is full
+a newcomer is refused, unless its tenant has less of the queue, by weight, than another: then that other's latest is.
+Before that, each active tenant has a part by its weight. From `shed_from` of it on its newcomers are refused with a
+chance that rises evenly to one at the whole part: random early detection (Floyd and Jacobson 1993), for each tenant.
+That is decided once, when a head has been read, and takes nobody's place.
 """
 
 import asyncio

@@ -4,27 +4,18 @@ A piece of a stream wakes the request's task once, and nothing is built for it: 
 its waits), no chunk object, no copy. A general client took twice as long for a request and a half longer for a piece.
 
 An answer is whole by its length, by its last chunk, or by the connection's close if it has neither; not so over TLS,
-where a close does not tell whether somebody on the way cut it. A connection is used again only after an answer that was
-whole and allows it, and for `KEEPALIVE_S` at most; an upstream may close it at the same moment, so that a request that
-finds one closed within `STALE_WITHIN_S`, before any byte of an answer, is sent again, once, over a new one. Later it
-has been worked at: it may be what ended its server. A head, or what stands between two pieces of a body, is read for at
-most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment.
+where a close may be somebody's on the way. A connection is used again after an answer that was whole and allows it, for
+`KEEPALIVE_S` at most. A request that finds one closed within `STALE_WITHIN_S`, before any byte of an answer, is sent
+again, once, over a new one; later it may be what ended its server. A head, or what stands between two pieces of a body,
+is read for at most `MAX_HEAD_BYTES`. No redirects, no cookies, no proxies of the environment. What the client has not
+taken is read up to `MAX_UNREAD_BYTES` and the end of that read, which may bring 256 KiB; then TCP tells the upstream.
 
-How far upstreams are is the least round trip of a connection, as Linux measured it (`tcpi_min_rtt` of TCP_INFO: the
-least of the latest five minutes). It is read whenever a request gets a connection: a system call, and no packet. What a
-TLS handshake, the upstream's work or its queue take is not in it; a proxy that ends the connection is taken for the
-upstream. Where the system does not tell, nothing is known.
+`RoundTrips`: how far an upstream is, by Linux' least round trip of its connection (`tcpi_min_rtt` of TCP_INFO, five
+minutes), read by a system call whenever a request gets a connection. A proxy that ends it is taken for the upstream.
 
-How long will a request that comes now wait for a first byte at an upstream? Counted are the tokens of the requests that
-the upstream has and has not begun to answer, and how fast such tokens have come to a first byte of late, over the time
-in which there were any. Their ratio is the wait (Little's law, 1961). A request whose answer streams already is not
-counted: a server that computes several at once begins the next beside it, and where it does not, the rate says so.
-While nothing comes the rate falls, so that an upstream that hangs has a longer wait with every second.
-
-One answer of an upstream, as it is read: what has come of it, and the waits for what comes next.
-
-What the client has not taken is read up to `MAX_UNREAD_BYTES` and the end of that read, which may bring 256 KiB; then
-TCP tells the upstream.
+`FirstByteWaits`: how long a request that comes now waits for a first byte: the tokens of requests that the upstream has
+not begun to answer, over the rate at which such tokens came to a first byte of late (Little's law, 1961). Streams count
+no more: a server that computes several at once begins the next beside them. While nothing comes the rate falls.
 """
 
 import asyncio

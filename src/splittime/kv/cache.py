@@ -8,14 +8,10 @@ this one after a preemption) find them. Freed blocks keep their content until so
     block_ids    [     7       |      3      |  9 ]
     names        [     n0      |      n1     ]           only full blocks have a name
 
-With `num_host_slots` there is a second tier: a block that is given away while its content could be reused
-is copied there first; `match` goes on there where the device's index ends, and `reserve` takes a block for each hit,
-into which it is copied back. Such a block is in the index as soon as that is planned: whoever finds it runs later.
-
-A block that another server has sent (`Imports`) comes in the same way: `adopt` takes a block for it and puts it in
-the index, and the next plan copies its content there.
-
-Until its content is there, such a block may not be sent on:
+With `num_host_slots` there is a second tier: a block that is given away while its content could be reused is copied
+there first; `match` goes on there where the device's index ends, and `reserve` takes a block for each hit, into which
+it is copied back. A block that another server has sent (`Imports`) gets a block by `adopt`. Both are in the index as
+soon as that is planned: whoever finds them runs later. Until its content is there, a block may not be sent on:
 
     adopt ──▶ planned ──take──▶ handed out ──when two more plans were made──▶ like any other block
                  └──given away meanwhile: the content is not wanted any more
@@ -23,9 +19,9 @@ Until its content is there, such a block may not be sent on:
 Plans are carried out in order, with one in flight at most while the next is made (ADR 9): when a plan is made, the last
 but one has been carried out.
 
-A slot of the second tier is in one of a block's three states (`kv.blocks`): pinned, while a copy out of it is planned
-and not sent; kept, least recently used first; or free. A name is in one slot at most, and a slot has one name. What is
-copied back to the device stays here, so that its next eviction from there costs no copy.
+A slot of the second tier is pinned, while a copy out of it is planned and not sent; kept, least recently used first; or
+free (`kv.blocks`). A name is in one slot at most, and a slot has one name. What is copied back to the device stays
+here, so that its next eviction from there costs no copy.
 
 `take_moves` hands the moves out for the next plan that is sent, which makes all its offloads (block to slot), then all
 its restores (slot to block), then runs its rows. So much has to be kept for that, and `check` verifies it:

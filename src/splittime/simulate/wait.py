@@ -1,28 +1,24 @@
 """How long a newcomer would wait in this server's queue, and until its first token: a closed form over what runs now.
 
-The steps until a newcomer is computed are those until a slot is free for it and everybody before it has one, or those
-that the prompts before it need of the steps' budget, whichever is more. A slot is free when a running request has
-ended, which takes as many steps as it has tokens left: of the latest requests, the mean of those that were longer than
-what it has already (mean residual life), at most what it may have. When all slots have changed hands, a mean length is
-added for each further round. Rows decode meanwhile: no more at a time than there are slots, and no more in all than
-those before have tokens left (few, where short answers wait for long prompts). What these steps take is
-a line of the sums of their features (`OnlineCost`).
+The steps until a newcomer is computed are those until a slot is free for it, or those that the prompts before it need
+of the steps' budget, whichever is more. A slot is free when a running request has ended: in as many steps as it has
+tokens left, the mean of the latest requests that were longer than it is (mean residual life), at most what it may have.
+Each further round of slots adds a mean length. Rows decode meanwhile: no more at a time than there are slots, and no
+more in all than those before have tokens left. What these steps take is a line of their features' sums (`OnlineCost`).
 
-What runs is looked at once for all newcomers until a step or a request has ended, and who asks the same is told the
-same: at ten times overload a thousand a second are refused, and a look at 64 rows cost each more than all else.
+What runs is looked at once for all newcomers until a step or a request has ended: at ten times overload a thousand a
+second are refused, and a look at 64 rows cost each more than all else. Assumed: who comes first goes first; prompts
+find as much in the prefix cache as the latest did; nobody is preempted.
 
-Assumed: who comes first goes first; prompts find as much in the prefix cache as the latest did; nobody is preempted.
-
-What a step takes, learnt step by step while the server runs.
+`OnlineCost`: what a step takes, learnt step by step while the server runs.
 
     taken_ns = c0 + c1 [has prompts] + c2 decode rows + c3 prompt tokens + c4 KV positions + c5 pairs of prompts
 
-The line of `simulate.cost`, but of the whole step and the gap before it. Weighted least squares by its normal
-equations, with exponential forgetting: apart for steps that only decode and for those with prompts. Errors count
-relative to the step's length. The equations are solved now and then (`SOLVE_EVERY`); a coefficient that would be
-negative is 0, the worst first. What the steps do not tell apart stays as it was.
-
-Plain Python, as the serving process has no numpy: a step takes 7 to 12 us (`benchmarks.scenarios.wait_forecast`).
+The line of `simulate.cost`, but of the whole step and the gap before it: weighted least squares with exponential
+forgetting, apart for steps that only decode. Errors count relative to the step's length. The equations are solved now
+and then (`SOLVE_EVERY`); a coefficient that would be negative is 0, the worst first. What the steps do not tell apart
+stays as it was. Plain Python, as the serving process has no numpy: a step takes 7 to 12 us
+(`benchmarks.scenarios.wait_forecast`).
 """
 
 import math

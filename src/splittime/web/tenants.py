@@ -13,27 +13,21 @@ and from `--api-keys-file`, a TOML file with a table for each:
     requests_per_minute = 120        # each answer counted
     tokens_per_minute = 60000        # prompt and output tokens
 
-What an ordinary key may ask for is `TENANT_PATHS`: to generate, to count tokens, and for the accounts of its own
-requests. All else is the operator's: it tells of everybody's requests, or is everybody's loss.
+An ordinary key may ask for `TENANT_PATHS`: to generate, to count tokens, and for the accounts of its own requests. All
+else tells of everybody's requests, or is everybody's loss, so it is the operator's. A tenant's part of the prefix cache
+is its own, since `cached_tokens` would tell what others had sent. The queue is shared: a wait tells that others exist.
 
-A tenant's part of the prefix cache is its own, since `cached_tokens`, and the time that a prompt takes, would tell
-whether somebody else had sent the same. What is shared is the queue: a wait tells that others are being served.
-
-All requests of a gateway come with its one key. A header says whose request it is: `x-splittime-tenant:
-search;weight=2`. What the server shares (slots, blocks, the time of steps, lanes of texts, its queue) is then shared
-among `KEY/TENANT`, by the key's weight times the tenant's, and accounts say that name. All else stays the key's.
-
-The header is believed of an operator's key, or where no key is asked for: another key could take the shares of as many
-tenants as it writes names. From such a key it is left alone, also by a strict server: a gateway sends it always. Where
-no key is asked for, anybody could write a weight, so all count alike, with a notice. `core.shares` bounds the names.
+All requests of a gateway come with its one key, and a header says whose each is: `x-splittime-tenant: search;weight=2`.
+What the server shares (slots, blocks, the time of steps, lanes of texts, its queue) goes to `KEY/TENANT`, by the key's
+weight times the tenant's, and accounts say that name. All else stays the key's. The header is believed of an operator's
+key, or where no key is asked for; there all weights count alike, with a notice. From another key it is left alone, as
+it could take as many shares as it writes names. `core.shares` bounds the names.
 
 Each answer (prompts x n), each text to embed or to rank, is one of a key's open requests and one of a minute's. A body
-with more of them than a limit can ever allow is refused with 400.
-
-What a minute allows is a bucket that fills evenly and holds a minute's worth. Tokens are reserved before they are used
-and settled when they are known (`QuotaUse`): prompts by their length, answers by the longest of the key's latest ones,
-or by `max_tokens` where that is less. An answer that becomes longer is charged at its end. So the bucket of tokens may
-fall below nothing, and lets nobody in until it has filled up again.
+with more of them than a limit can ever allow is refused with 400. What a minute allows is a bucket that fills evenly.
+Tokens are reserved before they are used and settled when they are known (`QuotaUse`): prompts by their length, answers
+by the longest of the key's latest ones, or by `max_tokens` where that is less. A longer answer is charged at its end,
+so the bucket may fall below nothing, and lets nobody in until it has filled up again.
 """
 
 import hmac

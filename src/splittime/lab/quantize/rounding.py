@@ -19,10 +19,9 @@ follow make up for the error. With H = E[x x^T] + damping and U the upper Choles
 column j in units of U_jj is taken off the columns after it in proportion to U_j. Columns are taken in blocks: within
 one the update is immediate, beyond it once a block.
 
-Act-order takes the columns by falling diagonal of H, the ones that matter first; groups are then of columns that follow
-each other in that order, and `group_of` says which is in which. With static groups they stay of neighbouring columns:
-their scales are fitted to the weights as they were, before any column is taken. A column that the text never touched
-has no error to pass on and is rounded to nearest.
+Act-order takes the columns by falling diagonal of H; groups are then of columns that follow each other in that order
+(`group_of`). Static groups stay of neighbouring columns, with scales fitted to the weights as they were. A column that
+the text never touched has no error to pass on and is rounded to nearest.
 
 From integers to the tensors of published checkpoints. b: bits, n = 32 / b integers in a word, lowest bits first.
 

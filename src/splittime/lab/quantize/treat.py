@@ -11,16 +11,14 @@ A norm is stored in the checkpoint's own type, so what it is divided by is worke
 (`_fold_norm`): folding is then exact, whatever the type. Groups whose gram matrices fit in `GRAM_BYTES` together are
 gathered in one pass over the text.
 
-AWQ (Lin et al. 2023, arXiv:2306.00978) makes the channels that see large activations finer, by scaling them up before
-rounding and down after. For inputs x and weights W, Q(W diag(s)) diag(s)^-1 x with s = mean|x|^a; a is searched on a
-grid for the least error of the outputs (equations 4 and 5), a = 0 being plain rounding. Then each group's range is cut
-where that makes the group's part of the output better (section on clipping).
+AWQ (Lin et al. 2023, arXiv:2306.00978) makes the channels that see large activations finer: Q(W diag(s)) diag(s)^-1 x
+with s = mean|x|^a, where a is searched on a grid for the least error of the outputs (equations 4 and 5), a = 0 being
+plain rounding. Then each group's range is cut where that makes its part of the output better (section on clipping).
+Errors are taken from `Moments`: tr(D gram D^T) over all rows, or `MAX_ROWS` of them evenly spaced, as all rows share s.
+Clipping takes the group's own block of the gram matrix.
 
-The errors are taken from `Moments`: tr(D gram D^T) over all rows, or `MAX_ROWS` of them evenly spaced: all rows share
-s, and a sample of them chooses it as well. Clipping takes the group's own block of the gram matrix.
-
-SmoothQuant moves what is hard to round from the activations into the weights, so that an outlier channel no longer sets
-the scale of the whole token (Xiao et al. 2022, arXiv:2211.10438, equation 4): s_j = max|x_j|^a / max|W_j|^(1 - a).
+SmoothQuant moves what is hard to round from activations into weights, so that an outlier channel no longer sets the
+scale of the whole token (Xiao et al. 2022, arXiv:2211.10438, equation 4): s_j = max|x_j|^a / max|W_j|^(1 - a).
 
 Which weights to make zero. Ties keep the first column, so that a result depends on nothing but its input.
 
