@@ -176,6 +176,7 @@ def run_some(operation, mode, live: LiveServer) -> set[int]:
         assume(num_choices(body) <= live.config.max_choices)  # so is this
         assume(not asks_for_more_than_it_may_have(body))  # and this
         assume(not may_have_too_many_logprobs(body))  # and this
+        assume(not body.get("ignore_eos"))  # this model's answers have no longest
         variables = body.get("chat_template_kwargs")
         assume(not (isinstance(variables, dict) and OWN_NAMES & variables.keys()))  # and that these names are taken
         assume(body.get("truncate_prompt_tokens") != -1 or not body.keys() & {"max_tokens", "max_completion_tokens"})
