@@ -124,7 +124,8 @@ async def gateway_before(
     """Runs a gateway in front of these, by name. Of two, the first in the dict is asked first. more: keys of each
     `[[upstream]]`."""
     for name, one in upstreams.items():
-        text += upstream(name, one if isinstance(one, str) else await one.start(), "m", **more)
+        url = one if isinstance(one, str) else await one.start()
+        text += upstream(name, url, "m", **{"connect_s": 15.0, **more})  # a busy machine connects late
     config = config_of(tomllib.loads(text))
     versions = GatewayVersions(config, secrets_of(config), Ledger())
     await versions.open()
