@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 import forked
+from patience import until
+from splittime.ledger.store import open_readonly
 
 from .hostile import Hostile
 
@@ -25,6 +27,19 @@ DEAD = "http://127.0.0.1:9"  # nobody listens there
 def upstream(name: str, url: str, *models: str, **more) -> str:
     told = {"name": name, "url": url, "models": list(models or [name]), **more}
     return "[[upstream]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in told.items())
+
+
+def until_written(path: Path, request_id: str) -> None:
+    """Wait for an account in a ledger file, which is written a while after it has closed."""
+
+    def is_written() -> bool:
+        file = open_readonly(path)
+        try:
+            return bool(file.account(request_id))
+        finally:
+            file.close()
+
+    until(is_written)
 
 
 class Gateway:

@@ -12,7 +12,7 @@ from splittime.gateway.config_file import config_of
 from splittime.gateway.routing.difficulty import lower_end, read_labels
 from splittime.ledger.account_json import account_from_json
 
-from .conftest import gateway_of, upstream
+from .conftest import gateway_of, until_written, upstream
 from .test_chaos import metric
 from .test_routing import BASE, rule
 
@@ -158,6 +158,7 @@ def test_its_name_is_a_model_and_others_are_as_ever(graded):
 def test_decisions_are_made_again_from_the_ledger(graded):
     for number in range(3):
         ask(graded, "auto", f"again-{number}")
+    until_written(graded.folder / "gateway.sqlite", "again-2")
     told = (graded.folder / "gateway.toml").read_text()
 
     def rehearsed(new: str):

@@ -11,7 +11,7 @@ from splittime.core.trace_context import MAX_TRACE_HOPS
 from splittime.ledger.account_json import account_from_json
 from splittime.wire.tracing import Tracer
 
-from .conftest import gateway_of, upstream
+from .conftest import gateway_of, until_written, upstream
 from .test_limits import KEYS, TENANTS, bearer
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -57,8 +57,9 @@ def test_a_whole_request_is_explained(kept):
     assert nested_ns == account.end_ns - account.start_ns
     words = explained("whole", "--url", kept.url)
     assert all(f"{name}" in words for name in ("answer: agent", "search: retrieval", "ask: request", "outside"))
-    until = explained("whole", "--ledger", str(kept.file))
-    assert until.split("The whole answer")[1] == words.split("The whole answer")[1]
+    until_written(kept.file, "whole")
+    of_file = explained("whole", "--ledger", str(kept.file))
+    assert of_file.split("The whole answer")[1] == words.split("The whole answer")[1]
 
 
 def test_a_request_without_hops_is_explained_as_before(kept):

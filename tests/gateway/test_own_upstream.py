@@ -13,7 +13,7 @@ from splittime.ledger.account_json import account_from_json
 from splittime.ledger.stages import Stage
 from splittime.ledger.store import open_readonly
 
-from .conftest import gateway_of, upstream
+from .conftest import gateway_of, until_written, upstream
 from .test_escalation import CHAT, COMPLETIONS, ask, ends, route, who
 from .test_relay import events
 
@@ -87,13 +87,10 @@ def test_the_ledger_file_is_read_by_the_tools_there_are(own):
     words = forked.run(["explain", "kept", "--url", own.url], check=True).stdout
     for word in ("route", "upstream", "network", "chosen of ours with 0 requests", "its own account, ms: receive"):
         assert word in words
-    for _ in range(100):
-        ledger = open_readonly(own.folder / "gateway.sqlite")
-        found = ledger.account("kept")
-        ledger.close()
-        if found:
-            break
-    (account,) = found
+    until_written(own.folder / "gateway.sqlite", "kept")
+    ledger = open_readonly(own.folder / "gateway.sqlite")
+    (account,) = ledger.account("kept")
+    ledger.close()
     account.verify()
     assert account.attempts[0].nested
 
