@@ -28,8 +28,8 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.prompt_parts import answer_hashes, prompt_hashes
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord, verify_steps
+from splittime.plan.load import Asked, asked_requests
 from splittime.scheduler.admission import QueueLimits
-from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.costed import Answers, output_token
 from splittime.simulate.recorded import Recorded, read_ledger

@@ -11,8 +11,8 @@ from test_trace import SYSTEM, account
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Stage
+from splittime.plan.load import Asked, asked_requests
 from splittime.simulate import replica
-from splittime.simulate.asked import Asked, asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.figures import figures
 from splittime.simulate.replica import Approach

@@ -13,10 +13,9 @@ from splittime.bench.draw import draw_for
 from splittime.core.facts import Machine
 from splittime.ledger.facts import ServerFacts
 from splittime.plan.capacity import run_of
-from splittime.plan.load import asked_of
+from splittime.plan.load import asked_of, asked_requests
 from splittime.scheduler.admission import QueueLimits
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.asked import asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.replica import Approach, Replica
 from splittime.tune.goal import Goal

@@ -2,11 +2,13 @@
 
 In an open loop requests come when they are meant to come, whatever the answers before. A session's later turns, and
 all but the first requests of a closed loop, come when an answer has ended (`simulate.run`).
+
+`Asked` is a request that nobody has sent yet. Two prompts share what their tokens share, as in a real cache.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,15 +18,30 @@ from splittime.bench.schedule import Planned, Schedule
 from splittime.bench.spec import spec_of
 from splittime.bench.traces import Trace, read_trace
 from splittime.core.errors import ConfigError
-from splittime.simulate.asked import Asked, asked_requests
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.ledger.account import ClosedAccount, Mark
+from splittime.ledger.stages import Stage
 from splittime.simulate.recorded import Mix
-from splittime.simulate.replica import AnyReplica
+from splittime.simulate.replica import AnyReplica, Approach
 from splittime.simulate.trace import Follows, TracedRequest
 
 DURATION_S = 60.0  # as of `bench run`
 MIN_REQUESTS = 100
 MAX_REQUESTS = 200_000  # of a trial: nobody waits for more
 VOCAB_SIZE = 32_000  # nobody reads a simulated prompt: its tokens are equal or not
+
+
+class Asked(NamedTuple):
+    """A request that arrives at `at_ns`. prompt: token ids. leaves_ns: when its client goes away, if it does."""
+
+    at_ns: int
+    prompt: tuple[int, ...]
+    output_tokens: int
+    leaves_ns: int | None = None
+    tenant: str = ""
+    priority: int = 0
+    deadline_ns: int | None = None
 
 
 def requests_for(load: dict[str, Any], replica: AnyReplica) -> list[TracedRequest]:
@@ -132,3 +149,52 @@ def asked_of(schedule: Schedule) -> Iterator[Asked]:
 def _asked(planned: Planned, prompt: tuple[int, ...], at_ns: int) -> Asked:
     leaves_ns = None if planned.cancel_after_ns is None else at_ns + planned.cancel_after_ns
     return Asked(at_ns, prompt, planned.output_tokens, leaves_ns)
+
+
+def asked_requests(asked: Iterable[Asked], approach: Approach, max_model_len: int) -> Iterator[TracedRequest]:
+    """Returns the requests in the order given. An answer ends where the context does."""
+    for number, one in enumerate(asked):
+        yield _traced(f"asked-{number}", one, approach, max_model_len)
+
+
+def _traced(name: str, asked: Asked, approach: Approach, max_model_len: int) -> TracedRequest:
+    prompt_tokens = len(asked.prompt)
+    admitted_ns = asked.at_ns + approach.to_admission_ns + round(approach.per_prompt_token_ns * prompt_tokens)
+    received_ns = admitted_ns + approach.to_engine_ns
+    max_tokens = max(1, min(asked.output_tokens, max_model_len - prompt_tokens))
+    request, account = _request(name, asked, max_tokens, admitted_ns), _account(name, asked, max_tokens)
+    marks = (Mark(Stage.RECEIVE, None, asked.at_ns), Mark(Stage.ADMIT, None, admitted_ns))
+    return TracedRequest(request, account, marks, received_ns, leaves_ns=asked.leaves_ns)
+
+
+def _request(name: str, asked: Asked, max_tokens: int, admitted_ns: int) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=asked.prompt,
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True),
+        submitted_ns=admitted_ns,
+        priority=asked.priority,
+        deadline_ns=asked.deadline_ns,
+        cache_salt=asked.tenant,
+        tenant=asked.tenant,
+    )
+
+
+def _account(name: str, asked: Asked, max_tokens: int) -> ClosedAccount:
+    """Returns what the server would know of it when it came."""
+    return ClosedAccount(
+        request_id=name,
+        group_id=name,
+        model="",
+        endpoint="",
+        started_at_unix_ns=asked.at_ns,
+        start_ns=asked.at_ns,
+        end_ns=asked.at_ns,
+        intervals=(),
+        finish_reason="length",
+        prompt_tokens=len(asked.prompt),
+        max_tokens=max_tokens,
+        priority=asked.priority,
+        tenant=asked.tenant,
+        cache_salt=asked.tenant,
+    )

@@ -34,7 +34,7 @@ from splittime.bench.book.records import Ending, Outcome, Run
 from splittime.bench.book.requests import MAX_UNSEEN_SHARE, output_tokens, service_ns, service_ttft_ns, tpot_ns
 from splittime.core.errors import ConfigError
 from splittime.plan.capacity import run_of
-from splittime.simulate.asked import Asked, asked_requests
+from splittime.plan.load import Asked, asked_requests
 from splittime.simulate.change import Change
 from splittime.simulate.costed import mixed_tokens
 from splittime.simulate.replica import Replica
