@@ -9,7 +9,7 @@ from splittime.ledger.account import PREFILL
 from splittime.server import routes_apis, routes_dashboard, routes_engine, routes_info, routes_ledger
 from splittime.server.config import ServerConfig
 from splittime.server.dashboard import files
-from splittime.server.routes_apis import KINDS, OF_MESSAGES, OF_OLLAMA, spelled_at_once, spelling
+from splittime.server.routes_apis import KINDS, OF_MESSAGES, OF_OLLAMA, Spelled, spelled_at_once, spelling
 from splittime.server.service import Service
 from splittime.server.visit import PrefillVisit, Visit
 from splittime.web import http, serving
@@ -107,10 +107,12 @@ ALIASES = {path.removeprefix("/v1"): path for path in (*VISITED, "/v1/models", "
 
 
 def _refuse_at_once(service: Service, endpoint: str, scope: http.Scope) -> http.AtOnce | None:
-    answer = Visit(service, endpoint, scope).refuse_at_once()
-    path = scope["path"]
-    of_others = OF_MESSAGES if path == "/v1/messages" else OF_OLLAMA if path in KINDS else None
-    return answer if answer is None or of_others is None else spelled_at_once(answer, *of_others)
+    return Visit(service, endpoint, scope).refuse_at_once()
+
+
+def _refuse_as(spelled: Spelled, service: Service, endpoint: str, scope: http.Scope) -> http.AtOnce | None:
+    answer = _refuse_at_once(service, endpoint, scope)
+    return None if answer is None else spelled_at_once(answer, *spelled)
 
 
 class App:
@@ -123,8 +125,9 @@ class App:
         self._at_once: dict[tuple[str, str], http.AnswerAtOnce] = {
             ("GET", "/health"): routes_info.health_at_once,
             **{("POST", path): partial(_refuse_at_once, service, endpoint) for path, endpoint in VISITED.items()},
-            **{("POST", path): partial(_refuse_at_once, service, "chat") for path in ("/v1/responses", "/v1/messages")},
-            **{("POST", path): partial(_refuse_at_once, service, kind) for path, (kind, _) in KINDS.items()},
+            ("POST", "/v1/responses"): partial(_refuse_at_once, service, "chat"),
+            ("POST", "/v1/messages"): partial(_refuse_as, OF_MESSAGES, service, "chat"),
+            **{("POST", path): partial(_refuse_as, OF_OLLAMA, service, kind) for path, (kind, _) in KINDS.items()},
         }
         names = Names(config.host, config.allowed_hosts, config.cors_origins)
         self._edge = Edge(

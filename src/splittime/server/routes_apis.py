@@ -138,8 +138,9 @@ def spelled_at_once(answer: http.AtOnce, error: ErrorOf, names: dict[bytes, byte
     return answer._replace(body=body, headers=headers)
 
 
-OF_MESSAGES: tuple[ErrorOf, dict[bytes, bytes]] = (message_answers.error, {b"x-request-id": b"request-id"})
-OF_OLLAMA: tuple[ErrorOf, dict[bytes, bytes]] = (lambda _, body: orjson.dumps(ollama.error_of(orjson.loads(body))), {})
+Spelled = tuple[ErrorOf, dict[bytes, bytes]]
+OF_MESSAGES: Spelled = (message_answers.error, {b"x-request-id": b"request-id"})
+OF_OLLAMA: Spelled = (lambda _, body: orjson.dumps(ollama.error_of(orjson.loads(body))), {})
 KINDS: dict[str, tuple[str, type[ollama.OllamaChatBody | ollama.OllamaGenerateBody | ollama.OllamaEmbedBody]]] = {
     "/api/chat": ("chat", ollama.OllamaChatBody),
     "/api/generate": ("chat", ollama.OllamaGenerateBody),
