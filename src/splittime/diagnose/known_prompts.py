@@ -140,13 +140,13 @@ def all_missed(books: Books) -> AllMissed:
         ready_ns = account.token_ready_ns[0] if account.token_ready_ns else account.end_ns
         for each in (own, anybodys):
             each.add(account, ready_ns, computed_until(books)[account.request_id])
-    return _apart(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))
+    return _with_dropped(AllMissed(*([miss for miss in missed if miss.tokens] for missed in found)))
 
 
 def _begun(books: Books, known: _Known, account: ClosedAccount, begin_ns: int, less: int = 0) -> Missed:
     """Returns what of the prompt's beginning was known and computed again. less: so many tokens count elsewhere."""
     block_size = setting(books, "block_size") or DEFAULT_BLOCK
-    at_token, earlier = _known_tokens(known, account, begin_ns)
+    _, at_token, earlier = _known_beginning(known, account, begin_ns)
     prefix = min(at_token, account.prompt_tokens - 1, computed_until(books)[account.request_id])
     had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
     lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
@@ -156,22 +156,22 @@ def _begun(books: Books, known: _Known, account: ClosedAccount, begin_ns: int, l
 
 def _varied(books: Books, known: _Known, account: ClosedAccount, begin_ns: int) -> Missed:
     """Returns what was known behind the first difference."""
-    place, _ = known.prefix_parts(account, begin_ns)
+    place, at_token, _ = _known_beginning(known, account, begin_ns)
     until, soon = computed_until(books)[account.request_id], (begin_ns, "")
     rest = account.prompt_parts[place:]
     again = sum(n for mark, at, n in rest if at + n <= until and known.seen.get(mark, soon)[0] < begin_ns)
     dropped, earlier = known.dropped_tokens(account, place, begin_ns) if again else (0, "")
-    at_token, _ = _known_tokens(known, account, begin_ns)
     return Missed(account, again, at_token, again * token_ns(books, account), dropped, earlier=earlier)
 
 
-def _known_tokens(known: _Known, account: ClosedAccount, at_ns: int) -> tuple[int, str]:
+def _known_beginning(known: _Known, account: ClosedAccount, at_ns: int) -> tuple[int, int, str]:
+    """Returns how many first parts and first tokens were known by then, and who had the tokens."""
     place, whose = known.prefix_parts(account, at_ns)
     in_parts = sum(num_tokens for _, _, num_tokens in account.prompt_parts[:place])
-    return max((in_parts, whose), known.prefix_tokens(account, at_ns))
+    return place, *max((in_parts, whose), known.prefix_tokens(account, at_ns))
 
 
-def _apart(found: AllMissed) -> AllMissed:
+def _with_dropped(found: AllMissed) -> AllMissed:
     """Returns the same with those apart that lack something, where that is the rule."""
     lacks = [miss for miss in found.varied if miss.dropped >= DROPPED_TOKENS]
     has_more = [miss for miss in found.varied if miss.dropped <= -DROPPED_TOKENS]
