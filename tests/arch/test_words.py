@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "splittime"
 RIDDLES_OF_NAMES = {"bed", "fate", "fitted", "happened", "lapse", "lost", "news", "sparing", "told", "way"}
 
-MOST_RIDDLES = 552
+MOST_RIDDLES = 546
 RIDDLES = ("How ", "What ", "Where ", "Whether ", "Which ", "Who ", "Whose ")  # no verb, no noun
 
 # beginnings of docstrings that speak of something named elsewhere
