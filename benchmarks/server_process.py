@@ -1,7 +1,9 @@
 """A server on a free loopback port, for benchmarks over HTTP: our own, or vLLM's with our books or without."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,11 +17,25 @@ from typing import IO, Any
 
 from splittime.attach.versions import VLLM_COMMAND
 
+PORTS = (20_000, 32_000)  # Linux gives those from 32,768 on to outgoing connections, other systems from 49,152
+_KEPT: list[socket.socket] = []  # whose numbers this process has given out, until it ends
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+
+def free_port(in_a_row: int = 1) -> int:
+    """Returns a loopback port, the first of several in a row, for a server that is about to start. It lies below those
+    of outgoing connections, one of which could take it before the server does. The UDP port of the same number is
+    kept: that tells other tests and benchmarks that it is given away."""
+    for _ in range(1000):
+        first = random.randrange(PORTS[0], PORTS[1] - in_a_row)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            kept = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(in_a_row)]
+            for port, one in enumerate(kept, first):
+                one.bind(("127.0.0.1", port))
+                socket.create_server(("127.0.0.1", port)).close()
+            _KEPT.extend(kept)
+            stack.pop_all()
+            return first
+    raise OSError(f"no {in_a_row} free ports in a row between {PORTS[0]} and {PORTS[1]}")
 
 
 @contextmanager

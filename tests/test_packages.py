@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server_process import free_port
 from splittime.kernels.native.library import LibraryMissing, library
 
 ROOT = Path(__file__).parents[1]
@@ -68,8 +68,7 @@ def check(site, kernels):
 
 
 def serve_one(command, environment):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        base = f"http://127.0.0.1:{free.getsockname()[1]}"
+    base = f"http://127.0.0.1:{free_port()}"
     server = subprocess.Popen(
         [sys.executable, command, "serve", "--port", base.rpartition(":")[2]], env=os.environ | environment
     )

@@ -98,10 +98,10 @@ def cluster_of(folder: Path, text: str, gateways: int = 1) -> Iterator[RunningCl
     """Start `splittime up` with this config, which has no `gateways` and no `[gateway]`; end it with Ctrl-C, which must
     end it well. Several gateways share a port."""
     config = folder / "cluster.toml"
-    shared = f"shared_port = {free_port()}\n" if gateways > 1 else ""
-    config.write_text(
-        f"gateways = {gateways}\n{text}\n[gateway]\nport = {free_port()}\n{shared}[gateway.queue]\nmax_wait_s = 120.0\n"
-    )
+    ports = f"port = {free_port(in_a_row=gateways)}\n"  # each gateway has one more than the one before
+    if gateways > 1:
+        ports += f"shared_port = {free_port()}\n"
+    config.write_text(f"gateways = {gateways}\n{text}\n[gateway]\n{ports}[gateway.queue]\nmax_wait_s = 120.0\n")
     say("starting a cluster")
     command = [sys.executable, "-m", "splittime.cli.main", "up", "--config", str(config), "--json"]
     with (folder / "words").open("wb") as words:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from benchmarks.server_process import free_port
 from splittime.assemble import model_source
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.derive import stage_ns
@@ -35,9 +35,7 @@ class Served:
     """A vLLM server with books, and its ledger file."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url, self.ledger, self.log = f"http://127.0.0.1:{port}", folder / "run.sqlite", folder / "log.txt"
         asked = ["serve", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", *flags]
         started = [

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from benchmarks.server_process import free_port
 from patience import until
 from splittime.ledger.store import open_readonly
 
@@ -166,8 +167,7 @@ def valkey(tmp_path_factory):
     """A server of Debian's package, on a port of its own."""
     if VALKEY is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     folder = str(tmp_path_factory.mktemp("valkey"))
     command = [VALKEY, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

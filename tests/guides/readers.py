@@ -8,7 +8,6 @@ processor fit no model, and the commands refuse them.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import urllib.request
 from pathlib import Path
 
 from pages import ROOT, Block
+
+from benchmarks.server_process import free_port
 
 WORD = re.compile(r"[a-z_]{3,}")
 MOST_OTHER_WORDS = 0.4  # of what a page shows of an answer: those of its text, which another model writes
@@ -43,12 +44,6 @@ START_S, BLOCK_S, END_S = 150, 200, 100
 SHIM = """#!/bin/sh
 exec {python} -c 'import sys; sys.argv[0] = "splittime"; from splittime.cli.entry import main; main()' "$@"
 """
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 class Server:

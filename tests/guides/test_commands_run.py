@@ -9,8 +9,9 @@ import pytest
 from known_replicas import REPLICA
 from msgspec.structs import replace
 from pages import PAGES, ROOT, blocks, runnable
-from readers import Reader, Server, free_port
+from readers import Reader, Server
 
+from benchmarks.server_process import free_port
 from splittime.plan.load import requests_for
 from splittime.simulate.change import Change
 from splittime.simulate.recorded import written_ledger

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from pages import ROOT
-from readers import Reader, Server, free_port
+from readers import Reader, Server
+
+from benchmarks.server_process import free_port
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine
 
