@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 
 import books
@@ -20,10 +22,11 @@ import pytest
 from patience import until
 from splittime.core.errors import ConfigError, EngineError, ErrorInfo, NotFound, RequestError
 from splittime.ledger import sqlite
-from splittime.ledger.account import REFUSED
+from splittime.ledger.account import REFUSED, ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.ring import ACCOUNT_BYTES, weight_bytes
 from splittime.ledger.sqlite import FileWriter, require_free
+from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, Ran, open_readonly
 
 
@@ -82,7 +85,7 @@ def test_memory_is_bounded_in_bytes_whatever_answers_are_long():
     assert 10 < len(kept) <= 2**20 / (3 * 400 * 40)
     assert [account.request_id for account in kept] == [f"{n}" for n in range(100 - len(kept), 100)]
     assert ledger.account("0") == []
-    assert 10 < len(steps) <= 2**20 / (300 * 200)
+    assert 10 < len(steps) <= 2**20 / (300 * 160)
     assert steps[-1].step_id == 99
     ledger.add_account(long_account("large", 10_000))
     assert [account.request_id for account in ledger.accounts(limit=999)] == ["large"]
@@ -97,6 +100,33 @@ def test_an_account_weighs_what_it_takes():
     tracemalloc.stop()
     assert 0.7 * taken < weight_bytes(account) < 1.5 * taken
     assert weight_bytes(books.example("b")) < 2 * ACCOUNT_BYTES
+
+
+def kept_and_taken(record: ClosedAccount | StepRecord, names: Iterator[dict[str, object]]) -> tuple[int, int]:
+    """Of a thousand that came as a server's do: from messages, each with numbers and names of its own."""
+    messages = [msgspec.json.encode(msgspec.structs.replace(record, **name)) for name in islice(names, 1000)]
+    ledger, decoder = Ledger(), msgspec.json.Decoder(type(record))
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for message in messages:
+        one = decoder.decode(message)
+        ledger.add_account(one) if isinstance(one, ClosedAccount) else ledger.add_step(one)
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return ledger.counts().kept_bytes, taken
+
+
+def test_what_is_kept_of_ordinary_requests_is_what_it_takes():
+    names = ({"request_id": f"cmpl-{n:032x}-0", "group_id": f"cmpl-{n:032x}"} for n in count())
+    kept, taken = kept_and_taken(books.example("a", 10**15), names)
+    assert 0.75 * taken < kept < 1.3 * taken
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_what_is_kept_of_ordinary_steps_is_what_it_takes(num_rows):
+    step = books.step(0, 10**15, rows={f"cmpl-{n:032x}-0": 1 for n in range(num_rows)})
+    kept, taken = kept_and_taken(step, ({"step_id": n + 1000} for n in count()))
+    assert 0.75 * taken < kept < 1.5 * taken
 
 
 def test_a_step_weighs_what_it_takes_with_all_who_came_before_it():

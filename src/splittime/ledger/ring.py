@@ -9,10 +9,10 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.hops import Hop
 from splittime.ledger.steps import StepRecord
 
-ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 2048, 2048, 1024  # of one without tokens or rows
+ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 1200, 800, 1024  # of one without tokens or rows; an account's places by id too
 TOKEN_BYTES = 40  # of one of its numbers: the number, and its place in a tuple
-INTERVAL_BYTES = 150
-ROW_BYTES = 200  # of a step: its name and its numbers
+INTERVAL_BYTES, ATTEMPT_BYTES = 100, 500
+ROW_BYTES = 170  # of a step: its name and its numbers
 
 Record = TypeVar("Record", ClosedAccount, StepRecord)
 
@@ -21,9 +21,9 @@ def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
     """Returns what a record takes in memory, roughly."""
     if isinstance(record, ClosedAccount):
         numbers = len(record.token_steps) + len(record.token_ready_ns) + len(record.token_written_ns)
-        parts = len(record.intervals) + len(record.attempts) + len(record.prompt_parts)
+        parts = INTERVAL_BYTES * (len(record.intervals) + len(record.prompt_parts))
         texts = len(record.prefixes) + len(record.answer_prefixes)
-        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + INTERVAL_BYTES * parts + texts
+        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + parts + ATTEMPT_BYTES * len(record.attempts) + texts
     if isinstance(record, StepRecord):
         of_drafts = len(record.verified) + len(record.told_drafts)
         others = len(record.late_rows) + len(record.told_comings)
