@@ -26,7 +26,6 @@ OPEN_OF_NARROW = 2
 USUAL_FILES = 1024  # the soft limit of open files of a usual shell
 READY_S = 300.0
 FIRST_BYTE_S = 3.0  # less than long answers take here that are no streams
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
@@ -155,6 +154,8 @@ def stack(folder: Path, servers: int = 1, others: dict[str, str] | None = None) 
 
 
 class Use(NamedTuple):
+    """rss_bytes: what the processes hold; of memory that forked ones share, each has its part (`Pss_Anon`)."""
+
     rss_bytes: int
     open_files: int
     threads: int
@@ -167,10 +168,12 @@ def used(command: Command) -> dict[str, Use]:
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             module = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else "helper"
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            counts = {"rss_bytes": pages * PAGE_BYTES, "open_files": len(os.listdir(f"/proc/{pid}/fd"))}
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+            kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
+            own_kib = kib["Rss"] - kib["Anonymous"] + kib["Pss_Anon"]
+            counts = {"rss_bytes": own_kib << 10, "open_files": len(os.listdir(f"/proc/{pid}/fd"))}
             counts["threads"] = len(os.listdir(f"/proc/{pid}/task"))
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError, LookupError):
             continue  # it ended meanwhile
         found[f"{command.name} {module}"].update(counts)
     return {name: Use(**counts) for name, counts in found.items()}

@@ -2,7 +2,10 @@
 
 import random
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,6 +13,7 @@ from books import example
 
 from benchmarks.scenarios.attacks import ATTACKS, LARGE, hostile_form
 from benchmarks.scenarios.black_hole import KINDS, answer
+from benchmarks.scenarios.guarded import used
 from benchmarks.scenarios.innocents import holds, scenes
 from benchmarks.scenarios.storm import (
     FILLING,
@@ -78,6 +82,24 @@ def test_a_black_hole_never_answers(kind):
     assert (b"secret" in body) == (kind == "refusing")
     assert b'"choices": [{"text"' not in body
     assert head.startswith(b"HTTP/1.1 " + {"refusing": b"401", "missing": b"404"}.get(kind, b"200"))
+
+
+FORKED = """
+import os, sys
+held = b"x" * 2**26
+_ = os.fork(), os.fork()
+os.write(1, b"here\\n")
+sys.stdin.read()
+"""
+
+
+def test_memory_that_forked_processes_share_is_counted_once():
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", FORKED], stdin=pipe, stdout=pipe, text=True) as parent:
+        assert [parent.stdout.readline() for _ in range(4)] == ["here\n"] * 4
+        (use,) = used(SimpleNamespace(pid=parent.pid, name="it")).values()
+        parent.stdin.close()  # all four end
+    assert 2**26 < use.rss_bytes < 2 * 2**26
 
 
 def series(mb_an_hour: float, kept_mb_an_hour: float = 0.0, most_mb: float = 90.0) -> list[Sample]:

@@ -549,7 +549,7 @@ def process_of(ours: socket.socket, theirs: socket.socket, answer: Tried | None)
 
     def serve() -> None:
         theirs.sendall(frame(msgspec.msgpack.encode(GONE_PID)))
-        read_message(theirs)
+        read_message(theirs.makefile("rb"))
         if answer is None:
             theirs.close()
         else:

@@ -11,7 +11,7 @@ from splittime.cli import gateway_books
 from splittime.cli.options import JsonFlag, fails_clearly, flag, switch, talk, write_data
 from splittime.cli.panels import CommandGroup, add
 from splittime.core.errors import ConfigError
-from splittime.core.this_process import log_to_stderr
+from splittime.core.this_process import log_to_stderr, share_one_heap
 
 if TYPE_CHECKING:
     from splittime.gateway.config import GatewayConfig
@@ -94,6 +94,7 @@ def gateway(
 def _serve(path: Path, config: "GatewayConfig", secrets: "Secrets", as_json: bool) -> None:
     from splittime.drive.host_time import freeze_heap, importing
 
+    share_one_heap()
     with importing():
         import uvloop
 

@@ -34,7 +34,7 @@ from splittime.core import background
 from splittime.core.engine import Part
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.facts import Pooling
-from splittime.core.this_process import log_to_stderr, process_start_ns
+from splittime.core.this_process import log_to_stderr, process_start_ns, share_one_heap
 from splittime.present.tables import Sentence
 from splittime.server.config import ServerConfig, lora_modules
 from splittime.web.ports import check_port_is_free
@@ -250,6 +250,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API."""
     timeline = StartTimeline()
+    share_one_heap()
     log_to_stderr()
     config = ServerConfig(**settings.part("server"))
     config.validate()

@@ -20,11 +20,14 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import BinaryIO
 
 import msgspec
 
+from splittime.core.this_process import share_one_heap
+
 HEAD = struct.Struct("<Q")  # before each message: its length
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 MOST_WORDS_BYTES = 4096  # with which a worker is asked for
 
 
@@ -46,21 +49,12 @@ def frame(message: bytes) -> bytes:
     return HEAD.pack(len(message)) + message
 
 
-def read_message(channel: socket.socket) -> bytes | None:
+def read_message(channel: BinaryIO) -> bytes | None:
     """Returns one message, or None when there are no more."""
-    head = _read_exactly(channel, HEAD.size)
-    return None if head is None else _read_exactly(channel, HEAD.unpack(head)[0])
-
-
-def _read_exactly(channel: socket.socket, count: int) -> bytes | None:
-    received = bytearray(count)
-    view, at = memoryview(received), 0
-    while at < count:
-        got = channel.recv_into(view[at:])
-        if not got:
-            return None
-        at += got
-    return bytes(received)
+    if len(head := channel.read(HEAD.size)) < HEAD.size:
+        return None
+    message = channel.read(count := HEAD.unpack(head)[0])
+    return message if len(message) == count else None
 
 
 # ---- in the parent, and in those that are forked from it
@@ -76,6 +70,7 @@ def serve(work: Callable[[socket.socket, ForkLimits], None]) -> None:
     """Forks a worker for each that is asked for, until nobody asks any more. work: what it does, with its socket and
     its limits."""
     control, limits = socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(ForkLimits)
+    share_one_heap()
     signal.signal(signal.SIGCHLD, _bury)
     gc.freeze()
     while True:
@@ -110,7 +105,8 @@ def begin(channel: socket.socket, limits: ForkLimits) -> None:
 
 def answer_each(channel: socket.socket, cpu_s: float, answer: Callable[[bytes], bytes]) -> None:
     """Answers one message after the other until who asks closes the socket; each within so much processor time."""
-    while (message := read_message(channel)) is not None:
+    messages = channel.makefile("rb")
+    while (message := read_message(messages)) is not None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         written = answer(message)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -134,9 +134,7 @@ def queue_ns_by_cause(account: ClosedAccount) -> dict[Cause | None, int]:
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """The nearest-rank percentile: the smallest value with at least `percent` % of all at or below it."""
-    if not values:
-        return None
-    return _nearest_rank(sorted(values), percent)
+    return _nearest_rank(sorted(values), percent) if values else None
 
 
 def percentiles(values: Sequence[float], percents: Iterable[float] = PERCENTILES) -> dict[str, float]:

@@ -14,9 +14,6 @@ hold, and loses its pages (madvise(2), MADV_DONTNEED: they read as zeros afterwa
 
 What fails while waking is undone, and the runner is asleep as before.
 
-Memory under tensors, given back and taken again while the tensors stay: with their content kept elsewhere (`Parked`)
-or forgotten (`Emptied`).
-
 `device_tensors` finds every tensor that an object of ours leads to, by way of fields, lists and dicts. What is parked
 is their storages, each once, so what shares one goes on sharing it. Host memory is pinned, in pieces: pinned memory is
 handed out in powers of two, and the last piece alone is rounded up.
@@ -390,8 +387,4 @@ class TorchSleeper:
 def resident_bytes() -> int:
     """Returns what this process holds, its files' pages too; 0 where the system does not tell. (/proc/self/statm would
     be cheaper, and is off by up to a batch of pages for each core since Linux 6.2.)"""
-    try:
-        lines = MEMORY_MAP.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
-    except (OSError, StopIteration):
-        return 0
+    return this_process.numbers(MEMORY_MAP).get("Rss", 0) * 1024

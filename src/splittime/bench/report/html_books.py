@@ -254,9 +254,7 @@ def setting_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _setting(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class BarPiece(NamedTuple):
