@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from benchmarks.timed_run import RequestOutcome, TimedRun
 from splittime.core.clock import SystemClock
 from splittime.core.engine import Sleeper
 from splittime.core.request import Request
@@ -22,7 +23,6 @@ from splittime.runner.config import RunnerConfig
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.virtual import RequestOutcome, TimedRun
 
 
 @dataclass

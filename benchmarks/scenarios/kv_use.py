@@ -25,8 +25,10 @@ import numpy
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fake_runner import FakeRunner
 from benchmarks.report import file_result
 from benchmarks.scenarios.azure_replay import TraceRequest, load_trace
+from benchmarks.timed_run import TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -35,8 +37,6 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
-from splittime.simulate.virtual import TimedRun
 
 VOCABULARY = 1000
 

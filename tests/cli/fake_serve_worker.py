@@ -2,15 +2,17 @@
 
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is started by its path
+from benchmarks.fake_runner import FakeRunner
 from splittime.drive.crank import EngineParts
 from splittime.drive.worker import work
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 MODEL = {"vocab_size": 256, "eos_token_ids": [], "default_sampling": {"temperature": 0.5}, "pooling": {}}
 RESOLVED = {"max_model_len": 2048, **MODEL}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.errors import RequestError
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import EngineParts
@@ -10,7 +11,6 @@ from splittime.ledger.stages import Stage
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 from splittime.text.tokenizer import Tokenizer
 
 

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import StepResult
 from splittime.drive.crank import EngineParts
@@ -13,7 +14,6 @@ from splittime.ledger.steps import verify_steps
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 from splittime.text.tokenizer import Tokenizer
 
 

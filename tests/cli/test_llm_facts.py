@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.facts import Machine
 from splittime.core.sampling import SamplingParams
 from splittime.drive.crank import EngineParts
@@ -13,7 +14,6 @@ from splittime.ledger.prompt_parts import prompt_hashes
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 from splittime.text.tokenizer import Tokenizer
 
 FOUND = Machine(cpu="fake", threads=1, read_bytes_per_s=1e9, measured_at_unix_ns=5)

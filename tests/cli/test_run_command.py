@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.assemble import model_source
 from splittime.cli import main
 from splittime.cli import run as run_module
@@ -27,7 +28,6 @@ from splittime.engine.engine import Engine
 from splittime.llm import LLM
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 from splittime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # processes of its own, on a busy machine

@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.fake_runner import FakeRunner
+from benchmarks.timed_run import HostCosts, RequestOutcome, TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.facts import Machine, TokenCost
 from splittime.core.request import Request
@@ -36,8 +38,6 @@ from splittime.ledger.steps import StepRecord
 from splittime.runner.drafting import Draft, DraftingRunner, Look
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
-from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 MS = 1_000_000
 MOST_KEPT = 64

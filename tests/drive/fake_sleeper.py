@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.engine import Moved
 from splittime.core.errors import EngineError
-from splittime.simulate.fake import FakeRunner
 
 
 class FakeSleeper:

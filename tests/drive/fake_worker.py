@@ -2,9 +2,12 @@
 
 import gc
 import sys
+from pathlib import Path
 
 import msgspec
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is started by its path
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.core.step import StepPlan, StepResult
@@ -14,7 +17,6 @@ from splittime.engine.engine import Engine
 from splittime.ledger.facts import ServerFacts
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 
 class Settings(msgspec.Struct):

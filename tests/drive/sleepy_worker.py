@@ -5,15 +5,17 @@ import sys
 from pathlib import Path
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # it is started by its path
 from fake_sleeper import FakeSleeper
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.errors import ConfigError
 from splittime.drive.crank import EngineParts
 from splittime.drive.worker import Tell, Timeline, work
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 
 class Settings(msgspec.Struct):

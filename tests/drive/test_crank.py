@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -11,7 +12,6 @@ from splittime.engine.engine import Engine
 from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 STEP_NS = 1000
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import RequestError
 from splittime.core.request import FinishReason, Request
@@ -16,7 +17,6 @@ from splittime.engine.engine import Engine
 from splittime.ledger.stages import Cause
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 
 class SlowCompiler:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
+from benchmarks.timed_run import RequestOutcome, TimedRun
 from splittime.core.clock import SystemClock, VirtualClock
 from splittime.core.engine import Moved
 from splittime.core.errors import Conflict
@@ -14,8 +16,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
-from splittime.simulate.virtual import RequestOutcome, TimedRun
 
 STEP_NS = 1000
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.clock import SystemClock
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.request import FinishReason, Request
@@ -14,7 +15,6 @@ from splittime.drive.messages import StepOutput
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 
 PATIENCE_S = 60
 

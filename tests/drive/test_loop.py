@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
+from benchmarks.timed_run import TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import EngineError
 from splittime.core.facts import Machine
@@ -24,8 +26,6 @@ from splittime.drive.messages import (
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
-from splittime.simulate.virtual import TimedRun
 
 STEP_NS = 10
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.fake_runner import expected_tokens
 from patience import until_async
 from splittime.core.errors import ConfigError, Conflict, Overloaded
 from splittime.core.request import FinishReason, Request
@@ -23,7 +24,6 @@ from splittime.drive.messages import Loading
 from splittime.drive.process import ProcessClient
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
-from splittime.simulate.fake import expected_tokens
 
 WORKER = [sys.executable, str(Path(__file__).with_name("fake_worker.py"))]
 

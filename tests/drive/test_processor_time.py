@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import SystemClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -18,7 +19,6 @@ from splittime.engine.recorder import ThreadTime
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 pytestmark = pytest.mark.skipif(processor_time() is None, reason="this kernel does not count what threads wait")
 

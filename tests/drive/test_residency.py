@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_sleeper import FakeSleeper
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import VirtualClock
 from splittime.core.engine import ASLEEP, AWAKE, FALLING_ASLEEP, Rest, SleepAsk, SleepReport
 from splittime.core.errors import EngineError, SplittimeError
@@ -19,7 +20,6 @@ from splittime.ledger.steps import StepRecord, verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.events import RequestOutput
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 STEP_NS, SLEEP_NS = 1_000, 50_000
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from test_process import collect, make_request, running_client, wait_until_ready
 
+from benchmarks.fake_runner import FakeRunner
 from patience import until_async
 from splittime.core.clock import SystemClock, VirtualClock
 from splittime.core.facts import Machine
@@ -25,7 +26,6 @@ from splittime.ledger.account import Account
 from splittime.ledger.stages import Cause, Stage
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 MACHINE = Machine(cpu="fake", threads=1, measured_at_unix_ns=7)
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.drive.crank import EngineParts
 from splittime.drive.messages import MaskFound
 from splittime.drive.worker import _receive
 from splittime.engine.engine import Engine
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 
 class Compiler:

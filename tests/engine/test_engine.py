@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.errors import EngineError
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
@@ -11,7 +12,6 @@ from splittime.engine.recorder import StepTimes, ThreadTime
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40, block_size=16, num_blocks=10)
 PROMPT = (1, 2, 3)

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -16,7 +17,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=20, max_model_len=40, block_size=4, num_blocks=10)
 PAUSE_NS = 10_000_000

@@ -7,6 +7,7 @@ import pytest
 from guessing import Guesser
 from msgspec import UNSET
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import ErrorInfo
 from splittime.core.request import FinishReason, Request
@@ -21,7 +22,6 @@ from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.state import RequestState
-from splittime.simulate.fake import FakeRunner, expected_tokens
 
 CONFIG = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=40, block_size=4, num_blocks=10)
 STEP_NS = 1000

@@ -10,13 +10,13 @@ from benchmarks.scenarios.engine_driver import Run
 from benchmarks.scenarios.mechanisms import memory_use
 from benchmarks.scenarios.reversals import crossover
 from benchmarks.scenarios.streams import Decoded, Streams
+from benchmarks.timed_run import RequestOutcome
 from splittime.core.facts import TokenCost
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
 from splittime.ledger.account import Account
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
-from splittime.simulate.virtual import RequestOutcome
 
 CEILING = {"bytes_per_s": 1e12, "operations_per_s": 1e15}
 LLAMA = SHAPES["llama-3.1-8b"]

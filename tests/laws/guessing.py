@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.step import Admitted, StepPlan, StepResult
 from splittime.runner.drafting import Draft, Drafter, DraftingRunner, Look
-from splittime.simulate.fake import FakeRunner
 
 
 class Guesser:

@@ -19,6 +19,8 @@ from guessing import DraftsAhead, Guesser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
+from benchmarks.timed_run import HostCosts, RequestOutcome, TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.engine import EngineStats
 from splittime.core.request import FinishReason, Request
@@ -33,8 +35,6 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.requests import CAUSES
 from splittime.scheduler.scheduler import Scheduler
 from splittime.scheduler.state import RequestState
-from splittime.simulate.fake import FakeRunner, expected_tokens
-from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 MAX_MODEL_LEN = 40
 EOS_EVERY = 23

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_laws import World, asks, configs, events, play, shrink_cache
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.engine import AWAKE, SleepAsk, SleepReport
 from splittime.core.request import FinishReason, Request
 from splittime.drive.crank import EngineParts
 from splittime.drive.messages import Sleep, SleepDone, Wake
 from splittime.drive.residency import REFUSED_CODE
 from splittime.scheduler.config import SchedulerConfig
-from splittime.simulate.fake import FakeRunner
 
 SLEEP_NS = 1_000
 modes = st.sampled_from(["wait", "wait", "abort"])

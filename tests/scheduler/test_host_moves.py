@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import VirtualClock
 from splittime.core.request import Request
 from splittime.core.sampling import SamplingParams
@@ -20,7 +21,6 @@ from splittime.engine.engine import Engine
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner
 
 BLOCK = 4
 Prefix = tuple[int, ...]

@@ -3,6 +3,7 @@
 import pytest
 from guessing import Guesser
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
 from splittime.core.request import FinishReason, Request
 from splittime.core.sampling import SamplingParams
 from splittime.core.step import Row
@@ -11,7 +12,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.runner.drafting import DraftingRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 
 
 class Turned:

@@ -10,6 +10,8 @@ from fake_sleeper import FakeSleeper
 from guessing import DraftsAhead, Guesser
 from hypothesis import strategies as st
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
+from benchmarks.timed_run import HostCosts, RequestOutcome, TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.engine import SleepAsk
 from splittime.core.request import Request
@@ -25,9 +27,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.runner.drafting import Draft
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
 from splittime.simulate.recorded import Recorded
-from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 STEP_NS, TOKEN_NS, MOVE_NS = 900, 31, 50
 CHANCES = (None, 0.02, 0.2, 0.5, 0.77, 0.97)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from known_runs import MOVE_NS, STEP_NS, TIGHT, TOKEN_NS, record_run
 
+from benchmarks.timed_run import HostCosts
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import Refused
 from splittime.core.request import Request
@@ -26,7 +27,6 @@ from splittime.simulate.replay import replay
 from splittime.simulate.run import OF_THE_REQUEST, Delivery, SimulatedBooks, simulate
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
 from splittime.simulate.trace import TracedRequest, at_speed, traced_requests, with_drafts
-from splittime.simulate.virtual import HostCosts
 
 COSTS = HostCosts(to_wake_ns=11)
 UNBOUNDED = QueueLimits(10**9, 10**9)

@@ -1,5 +1,7 @@
 """An engine in its loop under a virtual clock: what comes at which instant, and what the host costs."""
 
+from benchmarks.fake_runner import FakeRunner, expected_tokens
+from benchmarks.timed_run import HostCosts, RequestOutcome, TimedRun
 from splittime.core.clock import VirtualClock
 from splittime.core.engine import SleepAsk
 from splittime.core.request import FinishReason, Request
@@ -11,8 +13,6 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import verify_steps
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
-from splittime.simulate.fake import FakeRunner, expected_tokens
-from splittime.simulate.virtual import HostCosts, RequestOutcome, TimedRun
 
 STEP_NS = 1_000
 PROMPT = (1, 2, 3)

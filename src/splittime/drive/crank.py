@@ -2,7 +2,7 @@
 
     in the engine process     `drive.loop`           waits in real time for messages
     in your own process       `InlineDriver`         `splittime.LLM`
-    under a virtual clock     `simulate.virtual`     the same loop; its messages come at instants of virtual time
+    under a virtual clock     `simulate.run`         time passes as a model says that steps take it
 
 The crank owns what an engine must not know: the clock, the runner, whether the engine sleeps (`residency`), the pieces
 in which the machine is measured (`Measuring`), pauses of the garbage collector and the processor time of the thread

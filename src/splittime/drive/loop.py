@@ -2,7 +2,7 @@
 
 In an engine process messages come through an `Inbox`: a thread receives, so that a message has its arrival time even
 while a step runs: what it waits after that is queueing (`step_in_flight`), not hand-off. Under a virtual clock they
-come from a timetable (`simulate.virtual`). The loop itself is single-threaded and owns the engine.
+come from a timetable (`simulate.replay`). The loop itself is single-threaded and owns the engine.
 
 The machine's ceilings are measured here, in short pieces, each after it has been quiet for `QUIET_S`: a request that
 comes meanwhile waits for one piece at most, and its account says so (`measuring`).
