@@ -67,6 +67,7 @@ def _find(
 def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     from splittime.diagnose.against_median import compare
     from splittime.diagnose.attribution import owners_between
+    from splittime.diagnose.bill import bill, billed_to
     from splittime.diagnose.explain import steps_of
     from splittime.diagnose.known_prompts import computed_again
     from splittime.ledger.steps import device_time
@@ -79,6 +80,8 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
         "accounts": [account_json(account) for account in found.accounts],
         "owners_ns": [owners_between(books, each, each.start_ns, each.end_ns) for each in found.accounts],
         "against_median": msgspec.to_builtins(compared),
+        "waited_for": msgspec.to_builtins([bill(account, books) for account in found.accounts]),
+        "waited_for_it": msgspec.to_builtins([billed_to(account, books) for account in found.accounts]),
         "computed_again": msgspec.to_builtins([computed_again(account, books) for account in found.accounts]),
         "device": msgspec.to_builtins(devices),
         "traces": msgspec.to_builtins([_path(account, found) for account in found.accounts]),

@@ -3,11 +3,7 @@
 What is usual is the median of the others, stage by stage and cause by cause, one that did not occur counting as 0.
 What kept the engine's thread from running counts by itself, not to the stage it fell into (`attribution`). (Medians of
 stages need not sum to the median of the whole.) The three largest differences are told, longest first, each with the
-requests that had what it waited for in the steps that ran meanwhile:
-
-    token budget, step in flight     whose prompt tokens filled those steps
-    slots, KV blocks, policy         who had rows in them
-    prefill, decode                  who shared the steps that computed it
+requests that had what it waited for meanwhile (`bill`).
 
 Longer answers take longer: what more tokens account for is told apart from what each token took more.
 """
@@ -18,40 +14,30 @@ import msgspec
 from rich.text import Text
 
 from splittime.diagnose.attribution import DEPRIVED, Told, meaning, stages_and_stops
+from splittime.diagnose.bill import BY_TOKENS, WAITS, Charge, bill
 from splittime.diagnose.books import Books
 from splittime.diagnose.explain_trace import wrapped
 from splittime.diagnose.rules.evidence import is_whole, median, ms
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import CAUSE_MEANING, Cause, Stage
-from splittime.ledger.steps import StepRecord
 
 MIN_OTHERS = 8  # of one bucket: a median of fewer is anybody's
 MOST = 3
 MAX_BLAMED = 3
 WORTH_TELLING_NS = 1_000_000
-_BY_TOKENS = (Cause.TOKEN_BUDGET, Cause.STEP_IN_FLIGHT)
-_WAITS = (Stage.TOKENIZE_QUEUE, Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
-_COMPUTES = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)
-
-
-class Blamed(msgspec.Struct, frozen=True):
-    """Another request: its prompt tokens and all its tokens in the steps meanwhile, and the time it was in them."""
-
-    request_id: str
-    prefill_tokens: int
-    tokens: int
-    shared_ns: int
+_WAITS = (Stage.TOKENIZE_QUEUE, *WAITS)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """stage: or what kept the engine's thread from running, as `engine_stopped`."""
+    """stage: or what kept the engine's thread from running, as `engine_stopped`. blamed: who had what it waited for
+    there, and for how long (`bill`); the longest of them."""
 
     stage: str
     cause: Cause | None
     own_ns: int
     usual_ns: float
-    blamed: tuple[Blamed, ...]
+    blamed: tuple[Charge, ...]
     sentence: str
 
 
@@ -90,18 +76,19 @@ def _differences(account: ClosedAccount, others: Sequence[ClosedAccount], books:
     usual = {key: median(totals.get(key, 0) for totals in theirs) or 0 for key in own}
     largest = sorted(own, key=lambda key: usual[key] - own[key])[:MOST]
     told = [key for key in largest if own[key] - usual[key] >= WORTH_TELLING_NS]
-    return tuple(_difference(account, others, books.steps, key, own[key], usual[key]) for key in told)
+    return tuple(_difference(account, others, books, key, own[key], usual[key]) for key in told)
 
 
 def _difference(
     account: ClosedAccount,
     others: Sequence[ClosedAccount],
-    steps: Sequence[StepRecord],
+    books: Books,
     key: Told,
     own_ns: int,
     usual_ns: float,
 ) -> Difference:
-    blamed = _blamed(account, steps, key)
+    named = [charge for charge in bill(account, books, key) if charge.request_id and charge.ns >= WORTH_TELLING_NS]
+    blamed = tuple(named[:MAX_BLAMED])
     stage, cause = key
     extra = f"{_shown(own_ns - usual_ns)} longer in {stage}"
     extra += f" ({cause})" if cause is not None else ""
@@ -111,7 +98,7 @@ def _difference(
     return Difference(stage=stage, cause=cause, own_ns=own_ns, usual_ns=usual_ns, blamed=blamed, sentence=sentence)
 
 
-def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Told, blamed: Sequence[Blamed]) -> str:
+def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Told, blamed: Sequence[Charge]) -> str:
     stage, cause = key
     if stage in DEPRIVED:
         return meaning(stage)
@@ -149,49 +136,18 @@ def _less_cached(account: ClosedAccount, others: Sequence[ClosedAccount]) -> str
     return f"{computed} prompt tokens to compute against {usual:.0f}, {account.cached_tokens} came from the cache"
 
 
-def _who_had_it(cause: Cause, blamed: Sequence[Blamed]) -> str:
-    if not blamed:
-        return ""
-    if cause in _BY_TOKENS:
-        return "the tokens went to " + _listed([f"{b.request_id} (prefill of {b.prefill_tokens:,})" for b in blamed])
-    return "they were held by " + _listed([f"{b.request_id} (for {_shown(b.shared_ns)})" for b in blamed])
+def _who_had_it(cause: Cause, blamed: Sequence[Charge]) -> str:
+    went = "the tokens went to" if cause in BY_TOKENS else "they were held by"
+    return f"{went} {_listed(blamed)}" if blamed else ""
 
 
-def _shared_with(blamed: Sequence[Blamed]) -> str:
-    prompts = [b for b in blamed if b.prefill_tokens]
-    if not prompts:
-        return ""
-    return "its steps also computed " + _listed(
-        [f"{b.prefill_tokens:,} prompt tokens of {b.request_id}" for b in prompts]
-    )
+def _shared_with(blamed: Sequence[Charge]) -> str:
+    return f"its steps also computed prompts of {_listed(blamed)}" if blamed else ""
 
 
-def _listed(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _blamed(account: ClosedAccount, steps: Sequence[StepRecord], key: Told) -> tuple[Blamed, ...]:
-    """Who was in the steps that ran while the account was in this stage for this cause, the most to blame first."""
-    if key[0] not in _WAITS + _COMPUTES:
-        return ()
-    spans = [(i.begin_ns, i.end_ns) for i in account.intervals if (i.stage, i.cause) == key]
-    found: dict[str, Blamed] = {}
-    for step in steps:
-        shared_ns = sum(max(0, min(step.end_ns, end) - max(step.begin_ns, begin)) for begin, end in spans)
-        if shared_ns > 0:
-            for request_id, _, num_tokens in step.rows:
-                before = found.get(request_id, Blamed(request_id, 0, 0, 0))
-                prefill = before.prefill_tokens + (num_tokens if num_tokens > 1 else 0)
-                found[request_id] = Blamed(
-                    request_id, prefill, before.tokens + num_tokens, before.shared_ns + shared_ns
-                )
-    found.pop(account.request_id, None)
-    return tuple(sorted(found.values(), key=lambda b: _blame(key, b), reverse=True)[:MAX_BLAMED])
-
-
-def _blame(key: Told, blamed: Blamed) -> tuple[int, int]:
-    by_tokens = key[1] in _BY_TOKENS or key[0] in _COMPUTES
-    return (blamed.prefill_tokens, blamed.shared_ns) if by_tokens else (blamed.shared_ns, blamed.tokens)
+def _listed(blamed: Sequence[Charge]) -> str:
+    *words, last = [f"{charge.request_id} ({_shown(charge.ns)})" for charge in blamed]
+    return f"{', '.join(words)} and {last}" if words else last
 
 
 def comparison_text(comparison: MedianComparison) -> Text:

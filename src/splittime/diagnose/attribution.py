@@ -187,17 +187,18 @@ def _owners(account: ClosedAccount, parts: Iterable[numpy.ndarray], own_prompt_n
         yield from ((interval, owner, spent[part]) for part, owner in BY_DEPRIVED.items())
         left_ns = interval.duration_ns - sum(spent[part] for part in BY_DEPRIVED)
         if interval.stage not in _DIVIDED and interval.cause is not Cause.STEP_IN_FLIGHT:
-            yield interval, _stated(interval), left_ns
+            yield interval, stated(interval), left_ns
             continue
         own_ns = min(own_prompt_ns, spent[Part.PROMPTS]) if interval.stage in (Stage.PREFILL, Stage.RECOMPUTE) else 0.0
         own_prompt_ns -= own_ns
         spent[Part.PROMPTS] -= own_ns
         divided = [(interval, owner, spent[part]) for part, owner in _BY_PART.items()]
         yield from divided
-        yield interval, _stated(interval), left_ns - sum(ns for _, _, ns in divided)
+        yield interval, stated(interval), left_ns - sum(ns for _, _, ns in divided)
 
 
-def _stated(interval: StageInterval) -> Owner:
+def stated(interval: StageInterval) -> Owner:
+    """Returns whose a piece of time is by what was stated of it."""
     if interval.stage is Stage.PREEMPTED:
         return Computed.PREEMPTED
     return interval.cause if interval.cause is not None else interval.stage

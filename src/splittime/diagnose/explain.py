@@ -28,6 +28,8 @@ from splittime.diagnose.attribution import (
     stages_and_stops,
     told_as,
 )
+from splittime.diagnose.bill import WAITS as BILLED
+from splittime.diagnose.bill import bill, billed_to
 from splittime.diagnose.books import NO_BOOKS, Books
 from splittime.diagnose.explain_trace import attempt_lines, in_ms, wrapped
 from splittime.diagnose.known_prompts import computed_again
@@ -41,6 +43,7 @@ TIMELINE_COLUMNS = 32
 BAR_COLUMNS = 60
 LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
+MAX_BILLED = 3
 COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)  # as owners they have the device's part of their steps alone
 _LOOKS: dict[Stage, tuple[str, str]] = {  # of each stage its letter in a bar, and its colour
     Stage.RECEIVE: ("r", "cyan"),
@@ -75,15 +78,7 @@ WHY_AGAIN = {
 LETTERS = {stage: letter for stage, (letter, _) in _LOOKS.items()}
 STYLES: dict[str, str] = {stage: style for stage, (_, style) in _LOOKS.items()}
 _NO_CAUSE: dict[str, str] = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
-WAITS = (
-    Stage.TOKENIZE_QUEUE,
-    Stage.QUEUE,
-    Stage.PREFILL_STALL,
-    Stage.DECODE_STALL,
-    Stage.PREEMPTED,
-    Stage.CLIENT_WAIT,
-    Stage.UNATTRIBUTED,
-)
+WAITS = (Stage.TOKENIZE_QUEUE, *BILLED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
 
 
 def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
@@ -94,7 +89,9 @@ def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
         text.append_text(_stage_line(account, told, total_ns, covered[told]))
     text.append(f"{'sum':<29}{'':{TIMELINE_COLUMNS + 2}}{in_ms(sum(totals_ns.values())):>10}  100.0\n")
     text.append_text(_waits(totals_ns))
-    text.append("".join(wrapped(line) for line in (*_again(account, books), *attempt_lines(account))))
+    text.append(
+        "".join(wrapped(line) for line in (*_billed(account, books), *_again(account, books), *attempt_lines(account)))
+    )
     in_its_time = steps_of(account, books.steps)
     if in_its_time:
         text.append(wrapped(owners_sentence("By whose doing", books, account, account.start_ns, account.end_ns)))
@@ -184,6 +181,19 @@ def _waits(totals_ns: Mapping[Told, int]) -> Text:
         line.stylize(STYLES.get(stage, "red"), 0, len(name))
         text.append_text(line)
     return text
+
+
+def _billed(account: ClosedAccount, books: Books) -> Iterator[str]:
+    """Yields a sentence for whom it waited for, and one for who waited for it."""
+    for said, charges in (
+        ("It waited {} for other requests: {}.", bill(account, books)),
+        ("Other requests waited {} for it: {}.", billed_to(account, books)),
+    ):
+        named = [charge for charge in charges if charge.request_id]
+        longest = [f"{charge.request_id} {in_ms(charge.ns)} ms ({charge.why})" for charge in named[:MAX_BILLED]]
+        more = [f"{len(named) - MAX_BILLED} more"] if len(named) > MAX_BILLED else []
+        if named:
+            yield said.format(f"{in_ms(sum(charge.ns for charge in named))} ms", ", ".join(longest + more))
 
 
 def _again(account: ClosedAccount, books: Books) -> Iterator[str]:
