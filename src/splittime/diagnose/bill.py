@@ -4,22 +4,20 @@
     billed_to(account, books)    the lines of others' bills that have its name, with theirs instead
 
 Waits are the stages in which no step computes the request; and of those that do, what the steps took for others'
-prompts (`attribution`). They are charged to the other rows of the steps that ran meanwhile, the gap before a step with
-it, divided
+prompts (`attribution`). They are charged to the rows of the steps that ran meanwhile, the gap before a step with it,
+divided as `SHARED` says: alike, by tokens or by positions held. What no step covers, what its own rows have of it, and
+what the engine's thread lost, has no name. Of several answers (`n`) each is a request.
 
-    by tokens                for the token budget and a step in flight; of prompts alone, for others' prompts
-    by positions held        for KV blocks, and for a preemption
-    alike                    for slots, adapters' slots and the policy
-
-What no step of others covers, and what the engine's thread lost, has no name. A single row of several (`n`) is another
-request to its like.
+Each kind of division is a running sum over the steps for each request, so that a wait of a thousand steps costs as much
+as one of two.
 """
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
+import numpy
+from numpy.typing import NDArray
 
 from splittime.diagnose.attribution import DEPRIVED, Computed, Owned, Owner, Told, owned, stated, told_as
 from splittime.diagnose.books import Books, once
@@ -29,9 +27,15 @@ from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage
 
 WAITS = (Stage.QUEUE, Stage.PREFILL_STALL, Stage.DECODE_STALL, Stage.PREEMPTED)
-ALIKE = (Cause.BATCH_SLOTS, Cause.LORA_SLOTS, Cause.POLICY)
+ALIKE, TOKENS, POSITIONS, PROMPTS = range(4)
 BY_TOKENS = (Cause.TOKEN_BUDGET, Cause.STEP_IN_FLIGHT)
-BY_POSITIONS: tuple[Owner, ...] = (Cause.KV_BLOCKS, Computed.PREEMPTED)
+SHARED: dict[Owner, int] = {
+    **dict.fromkeys((Cause.BATCH_SLOTS, Cause.LORA_SLOTS, Cause.POLICY), ALIKE),
+    **dict.fromkeys(BY_TOKENS, TOKENS),
+    **dict.fromkeys((Cause.KV_BLOCKS, Computed.PREEMPTED), POSITIONS),
+    Computed.OTHERS_PROMPTS: PROMPTS,  # by tokens of rows with more than one, of what prompts took of the step
+}
+Array = NDArray[numpy.float64]
 
 
 class Charge(msgspec.Struct, frozen=True):
@@ -57,6 +61,7 @@ def billed_to(account: ClosedAccount, books: Books) -> list[Charge]:
 
 @once
 def _waiting(books: Books) -> defaultdict[str, list[Charge]]:
+    """Returns by request who waited for it."""
     found: defaultdict[str, list[Charge]] = defaultdict(list)
     for account, pieces in zip(books.accounts, owned(books, books.accounts), strict=True):
         for charge in _charges(account.request_id, pieces, books):
@@ -67,55 +72,71 @@ def _waiting(books: Books) -> defaultdict[str, list[Charge]]:
 def _charges(request_id: str, pieces: Iterable[Owned], books: Books) -> list[Charge]:
     shares: Counter[tuple[str, Owner]] = Counter()
     total_ns = 0.0
-    for piece in pieces:
-        interval, owner, ns = piece
+    for interval, owner, ns in pieces:
         if interval.stage in WAITS:
             owner = owner if owner in DEPRIVED else stated(interval)
         elif owner != Computed.OTHERS_PROMPTS:
             continue
         total_ns += ns
-        for who, share_ns in _who_had_it(request_id, piece, owner, books).items():
-            shares[who, str(owner)] += share_ns  # type: ignore[assignment]
+        had = _running(books).between(SHARED.get(owner), interval.begin_ns, interval.end_ns)
+        had.pop(request_id, None)
+        had_ns = sum(had.values())
+        # a wait is as long as it is; of the steps that compute the request, others' prompts are a part
+        of_ns = max(had_ns, 1e-9) if owner == Computed.OTHERS_PROMPTS else max(interval.duration_ns, had_ns, 1e-9)
+        for who, share_ns in had.items():
+            shares[who, owner] += share_ns * ns / of_ns  # type: ignore[assignment]
+        shares["", owner] += max(0.0, ns - had_ns * ns / of_ns)  # type: ignore[assignment]
     exact = derive.apportion(round(total_ns), {key: round(ns) for key, ns in shares.items() if ns >= 0.5})
     tenants = _tenants(books)
-    found = [Charge(who, tenants.get(who, ""), why, ns) for (who, why), ns in exact.items()]
+    found = [Charge(who, tenants.get(who, ""), str(why), ns) for (who, why), ns in exact.items()]
     return sorted(found, key=lambda charge: -charge.ns)
 
 
-def _who_had_it(request_id: str, piece: Owned, owner: Owner, books: Books) -> dict[str, float]:
-    """Returns by request, "" for nobody, its share of a piece of a wait."""
-    interval, _, ns = piece
-    shares: Counter[str] = Counter()
-    begins = _begins(books)
-    at = max(0, bisect_right(begins, interval.begin_ns) - 1)
-    while at < len(begins) and begins[at] < interval.end_ns:
-        step = books.steps[at]
-        covered_ns = float(min(step.end_ns, interval.end_ns) - max(begins[at], interval.begin_ns))
-        if owner == Computed.OTHERS_PROMPTS:
-            covered_ns *= timeline(books).by_step[at][Part.PROMPTS] / max(1, step.end_ns - begins[at])
-        weights = {row[0]: weight for row in step.rows if row[0] != request_id and (weight := _weight(owner, row))}
-        for who, weight in weights.items() if covered_ns > 0 else ():
-            shares[who] += covered_ns * weight / sum(weights.values())  # type: ignore[assignment]
-        at += 1
-    named_ns = sum(shares.values())
-    if owner != Computed.OTHERS_PROMPTS or not named_ns:  # of which only a part of the steps is
-        shares[""] = max(0.0, interval.duration_ns - named_ns)  # type: ignore[assignment]
-    scale = ns / (sum(shares.values()) or 1.0)
-    return {who: share * scale for who, share in shares.items()}
+class _Running:
+    """The steps' time by who had it, for each kind of division a running sum over the steps of each request."""
 
+    def __init__(self, books: Books) -> None:
+        steps = books.steps
+        self._begins = numpy.array([step.begin_ns - step.host_gap_ns for step in steps], numpy.int64)
+        self._spans = numpy.array([step.end_ns for step in steps], numpy.int64) - self._begins
+        self._names = list({row[0]: None for step in steps for row in step.rows})
+        numbers = {name: number for number, name in enumerate(self._names)}
+        rows = [(numbers[who], at, start, num) for at, step in enumerate(steps) for who, start, num in step.rows]
+        table = numpy.array(sorted(rows), numpy.int64).reshape(-1, 4)
+        who, at, starts, tokens = table.T
+        self._keys = who * (len(steps) + 1) + at
+        self._firsts = numpy.arange(len(self._names)) * (len(steps) + 1)
+        weights = (numpy.ones(len(table)), tokens, starts + tokens, numpy.where(tokens > 1, tokens, 0))
+        of_prompts = timeline(books).by_step[:, Part.PROMPTS] if steps else numpy.zeros(0)
+        self._sums = [
+            self._running_sum(at, weight.astype(float), of_prompts if kind == PROMPTS else self._spans.astype(float))
+            for kind, weight in enumerate(weights)
+        ]
 
-def _weight(owner: Owner, row: tuple[str, int, int]) -> int:
-    _, start, num_tokens = row
-    if owner in BY_POSITIONS:
-        return start + num_tokens
-    if owner == Computed.OTHERS_PROMPTS:
-        return num_tokens if num_tokens > 1 else 0
-    return num_tokens if owner in BY_TOKENS else int(owner in ALIKE)
+    def _running_sum(self, at: NDArray[numpy.int64], weights: Array, spans_ns: Array) -> Array:
+        of_step = numpy.bincount(at, weights, len(spans_ns))
+        shares = weights * (spans_ns / numpy.maximum(of_step, 1.0))[at]
+        return numpy.concatenate([[0.0], numpy.cumsum(shares)])
+
+    def between(self, kind: int | None, begin_ns: int, end_ns: int) -> dict[str, float]:
+        """Returns by request what it had of the steps' time from then to then, in ns."""
+        if kind is None or not len(self._begins):
+            return {}
+        had = self._until(kind, end_ns) - self._until(kind, begin_ns)
+        return {self._names[number]: float(had[number]) for number in numpy.flatnonzero(had > 0)}
+
+    def _until(self, kind: int, at_ns: int) -> Array:
+        """Returns for each request its running sum up to an instant, counted from the sum of those before it."""
+        at = int(numpy.searchsorted(self._begins, at_ns, side="right")) - 1
+        sums = self._sums[kind]
+        before, after = (sums[numpy.searchsorted(self._keys, self._firsts + max(0, to))] for to in (at, at + 1))
+        part = min(1.0, (at_ns - int(self._begins[at])) / max(1, int(self._spans[at]))) if at >= 0 else 0.0
+        return before + part * (after - before)
 
 
 @once
-def _begins(books: Books) -> Sequence[int]:
-    return [step.begin_ns - step.host_gap_ns for step in books.steps]
+def _running(books: Books) -> _Running:
+    return _Running(books)
 
 
 @once
