@@ -122,7 +122,7 @@ def test_a_waterfall_by_keyboard_and_back(live, visit):
     assert "queue · batch slots" in words
     assert "decode stall · token budget" in words
     assert "Shared its steps with" in words
-    page.locator("#detail .neighbours button").first.click()
+    page.locator("#detail .neighbours:not(.waits) button").first.click()
     page.locator("#detail-title", has_text="r10").wait_for()
     page.keyboard.press("Escape")
     assert page.locator("#detail").is_hidden()

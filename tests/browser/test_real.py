@@ -74,7 +74,8 @@ def test_a_real_server_with_traffic_playground_and_restart(visit):
         page.keyboard.press("Enter")
         page.locator("#detail .waterfall").wait_for()
         assert "queue · batch slots" in page.locator("#detail").inner_text()
-        assert page.locator("#detail .neighbours li").count() >= 1
+        assert page.locator("#detail .neighbours:not(.waits) li").count() >= 1
+        assert "batch slots" in page.locator("#detail .waits li").first.inner_text()
         assert page.locator("#detail .owners li").count() >= 3
         page.keyboard.press("Escape")
         page.click("#play-send")

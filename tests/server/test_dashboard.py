@@ -217,6 +217,9 @@ def test_a_waterfall_tells_the_steps_and_who_shared_them(launch) -> None:
     assert status == 200
     assert {n["id"] for n in told["neighbours"]} == {"two", "three"}
     assert told["num_steps"] == len(told["steps"])
+    waited_ns = sum(ns for _, _, ns in told["waited_for"])
+    assert {who for who, _, _ in told["waited_for"]} == {"two", "three"}
+    assert 0 < waited_ns <= told["derived"]["e2e_ns"]
     prompts = [step for step in told["steps"] if step["own_tokens"] == 256]
     assert prompts
     assert all(step["other_decode_tokens"] == 2 for step in told["steps"])

@@ -378,6 +378,7 @@ def _data(view: View) -> bytes:
 
 def _waterfall(ledger: Ledger, facts: ServerFacts | None, request_id: str) -> bytes:
     from splittime.diagnose.attribution import meaning, owners_between
+    from splittime.diagnose.bill import bill
     from splittime.diagnose.books import make_books
 
     found = ledger.account(request_id)
@@ -385,9 +386,11 @@ def _waterfall(ledger: Ledger, facts: ServerFacts | None, request_id: str) -> by
         raise NotFound(f"no ended request {request_id!r}", code="request_not_found", value=request_id)
     account = max(found, key=lambda account: account.end_ns)
     steps = ledger.steps(MAX_STEPS_SEARCHED)
-    owners = owners_between(make_books(facts, (), steps, "the live ledger"), account, account.start_ns, account.end_ns)
+    books = make_books(facts, (), steps, "the live ledger")
+    owners = owners_between(books, account, account.start_ns, account.end_ns)
     told = [(name, round(ns), meaning(name)) for name, ns in owners.items()]
-    return orjson.dumps(waterfall(account, steps) | {"owners": told})
+    waited = [(charge.request_id, charge.why, charge.ns) for charge in bill(account, books) if charge.request_id]
+    return orjson.dumps(waterfall(account, steps) | {"owners": told, "waited_for": waited[:MAX_NEIGHBOURS]})
 
 
 def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:

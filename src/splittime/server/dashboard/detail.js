@@ -82,7 +82,7 @@ export function soFarParts(row) {
 
 /** All that is shown of a closed account. */
 export function accountParts(account, onOther) {
-  return [error(account), figures(account), waterfall(account), owners(account), neighbours(account, onOther), more(account)].filter(Boolean);
+  return [error(account), figures(account), waterfall(account), owners(account), waits(account, onOther), neighbours(account, onOther), more(account)].filter(Boolean);
 }
 
 function error(account) {
@@ -116,12 +116,22 @@ function owners({ owners: told }) {
   return el("section", { class: "owners" }, el("h4", {}, "Whose its time was"), el("ol", {}, ...items));
 }
 
+/** Who had what it waited for. */
+function waits({ waited_for: told }, onOther) {
+  if (!told.length) return null;
+  const items = told.slice(0, SHOWN_NEIGHBOURS).map(([id, why, ns]) => el("li", {}, other(id, onOther), el("span", {}, label(why)), el("span", {}, duration(ns))));
+  return el("section", { class: "neighbours waits" }, el("h4", {}, "It waited for"), el("ol", {}, ...items));
+}
+
+function other(id, onOther) {
+  return el("button", { type: "button", class: "link", onclick: (event) => onOther(id, event.currentTarget) }, id);
+}
+
 function neighbours(account, onOther) {
   const shown = account.neighbours.slice(0, SHOWN_NEIGHBOURS);
   if (!shown.length) return el("p", { class: "empty" }, account.steps.length ? "It shared its steps with nobody." : "No step of its time is kept any more.");
   const items = shown.map(({ id, steps, tokens }) => {
-    const button = el("button", { type: "button", class: "link", onclick: (event) => onOther(id, event.currentTarget) }, id);
-    return el("li", {}, button, el("span", {}, plural(steps, "step")), el("span", {}, plural(tokens, "token")));
+    return el("li", {}, other(id, onOther), el("span", {}, plural(steps, "step")), el("span", {}, plural(tokens, "token")));
   });
   const rest = account.neighbours.length - shown.length;
   return el("section", { class: "neighbours" }, el("h4", {}, "Shared its steps with"), el("ol", {}, ...items), rest > 0 ? el("p", { class: "empty" }, `and ${count(rest)} others`) : null);
