@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +10,10 @@ from test_attribution import WARDS
 from test_rules_queue import poisson
 from ward import MS, Case, Ward, ids
 
+from splittime.cli.doctor import diagnosis_text
 from splittime.diagnose.attribution import owned
-from splittime.diagnose.bill import WAITS, bill, billed_to
+from splittime.diagnose.bill import WAITS, between_keys, bill, billed_to
+from splittime.diagnose.doctor import diagnose
 from splittime.ledger.stages import Cause, Stage
 
 
@@ -73,3 +76,21 @@ def test_others_prompts_are_a_decoding_requests_bill_and_a_stop_is_nobodys():
     late = max(stopped.accounts, key=lambda account: account.start_ns)
     nobodys = {charge.why: charge.ns for charge in bill(late, stopped) if not charge.request_id}
     assert nobodys["engine_stopped"] == pytest.approx(100 * MS, rel=0.05)
+
+
+def test_a_key_that_holds_the_slots_is_told_to_have_kept_the_other_waiting():
+    cases = [Case(at, ids(30, at), 50) for at in range(3)] + [Case(3 + at, ids(9, at), 5) for at in range(20)]
+    books = Ward(settings={"max_num_seqs": 1}).run(*cases)
+    assert between_keys(books) == (), "all have one key"
+    keys = ["small" if account.prompt_tokens == 9 else "large" for account in books.accounts]
+    keyed = [msgspec.structs.replace(each, tenant=key) for each, key in zip(books.accounts, keys, strict=True)]
+    books = msgspec.structs.replace(books, accounts=tuple(keyed))
+    found = {(wait.waited, wait.had_it): wait for wait in between_keys(books)}
+    large = {account.request_id for account in books.accounts if account.tenant == "large"}
+    waited = [charge for each in keyed if each.tenant == "small" for charge in bill(each, books)]
+    held = found["small", "large"]
+    assert held.ns == sum(charge.ns for charge in waited if charge.request_id in large) > 0
+    assert held.share == pytest.approx(held.ns / sum(account.end_ns - account.start_ns for account in keyed))
+    told = diagnosis_text(diagnose(books), None).plain
+    assert f"{held.share:.0%} requests of small waited for those of large\n" in told
+    assert "of large waited" not in told, "too little to be told"

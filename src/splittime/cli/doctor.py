@@ -214,6 +214,11 @@ def _spent(diagnosis: "Diagnosis") -> Text:
         by = f" [{entry.explained_by}]" if entry.explained_by is not None else ""
         line = f"{entry.share:5.0%} {entry.owner}: {entry.meaning.rstrip('.')}{by}"
         text.append(_wrapped(line, "  ", " " * 10), style="not bold default")
+    between = [wait for wait in diagnosis.waits if wait.share >= MIN_TOLD]
+    text.append("\nWhich key waited for which\n" if between else "", style="bold not dim")
+    for wait in between:
+        line = f"{wait.share:5.0%} requests of {wait.waited or 'no key'} waited for those of {wait.had_it or 'no key'}"
+        text.append(_wrapped(line, "  ", " " * 10), style="not bold default")
     return text
 
 

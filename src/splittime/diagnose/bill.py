@@ -2,6 +2,7 @@
 
     bill(account, books)         by who had what it waited for; it sums to the request's waits with `==`
     billed_to(account, books)    the lines of others' bills that have its name, with theirs instead
+    between_keys(books)          what the requests of one key waited for those of another
 
 Waits are the stages in which no step computes the request; and of those that do, what the steps took for others'
 prompts (`attribution`). They are charged to the rows of the steps that ran meanwhile, the gap before a step with it,
@@ -57,6 +58,26 @@ def bill(account: ClosedAccount, books: Books, of: Told | None = None) -> list[C
 def billed_to(account: ClosedAccount, books: Books) -> list[Charge]:
     """Returns who waited for it, the longest first."""
     return sorted(_waiting(books)[account.request_id], key=lambda charge: -charge.ns)
+
+
+class KeyWait(msgspec.Struct, frozen=True):
+    """What the requests of one key waited for those of another (`had_it`). share: of all requests' time."""
+
+    waited: str
+    had_it: str
+    ns: int
+    share: float
+
+
+def between_keys(books: Books) -> tuple[KeyWait, ...]:
+    """Returns who waited for whom, the longest first; empty where all have one key."""
+    keys, found = _tenants(books), Counter[tuple[str, str]]()
+    for request_id, charges in _waiting(books).items() if len(set(keys.values())) > 1 else ():
+        for charge in charges:
+            if request_id in keys and keys[request_id] != charge.tenant:
+                found[charge.tenant, keys[request_id]] += charge.ns
+    all_ns = max(1, sum(account.end_ns - account.start_ns for account in books.accounts))
+    return tuple(KeyWait(*key, ns, ns / all_ns) for key, ns in found.most_common())
 
 
 @once
