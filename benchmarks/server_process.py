@@ -1,6 +1,7 @@
 """A server on a free loopback port, for benchmarks over HTTP: our own, or vLLM's with our books or without."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -18,7 +19,8 @@ from typing import IO, Any
 from splittime.attach.versions import VLLM_COMMAND
 
 PORTS = (20_000, 32_000)  # Linux gives those from 32,768 on to outgoing connections, other systems from 49,152
-_KEPT: list[socket.socket] = []  # whose numbers this process has given out, until it ends
+_KEPT: list[socket.socket] = []  # one for each port that this process has given out, until it ends
+_DRAW = random.SystemRandom()  # a seeded run draws the same whatever ports it gets
 
 
 def free_port(in_a_row: int = 1) -> int:
@@ -26,16 +28,29 @@ def free_port(in_a_row: int = 1) -> int:
     of outgoing connections, one of which could take it before the server does. The UDP port of the same number is
     kept: that tells other tests and benchmarks that it is given away."""
     for _ in range(1000):
-        first = random.randrange(PORTS[0], PORTS[1] - in_a_row)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        first = _DRAW.randrange(PORTS[0], PORTS[1] - in_a_row)
+        with contextlib.ExitStack() as stack, contextlib.suppress(PortTaken):
             kept = [stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)) for _ in range(in_a_row)]
             for port, one in enumerate(kept, first):
-                one.bind(("127.0.0.1", port))
-                socket.create_server(("127.0.0.1", port)).close()
+                _take(one, port)
             _KEPT.extend(kept)
             stack.pop_all()
             return first
     raise OSError(f"no {in_a_row} free ports in a row between {PORTS[0]} and {PORTS[1]}")
+
+
+class PortTaken(Exception):
+    pass
+
+
+def _take(kept: socket.socket, port: int) -> None:
+    try:
+        kept.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise PortTaken from None
+        raise
 
 
 @contextmanager

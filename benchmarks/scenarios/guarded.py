@@ -170,7 +170,7 @@ def used(command: Command) -> dict[str, Use]:
             module = words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words else "helper"
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
             kib = {name: int(rest.split()[0]) for name, rest in (line.split(":") for line in lines)}
-            own_kib = kib["Rss"] - kib["Anonymous"] + kib["Pss_Anon"]
+            own_kib = kib["Rss"] - kib["Anonymous"] + kib.get("Pss_Anon", kib["Anonymous"])
             counts = {"rss_bytes": own_kib << 10, "open_files": len(os.listdir(f"/proc/{pid}/fd"))}
             counts["threads"] = len(os.listdir(f"/proc/{pid}/task"))
         except (OSError, ValueError, LookupError):

@@ -31,7 +31,7 @@ def test_a_wait_behind_a_long_prompt_is_blamed_on_it():
     first = comparison.differences[0]
     assert (first.stage, first.cause) == (Stage.QUEUE, Cause.TOKEN_BUDGET)
     assert first.blamed[0].request_id == long.request_id
-    assert f"the tokens went to {long.request_id} (218.9 ms)." in first.sentence
+    assert f"the steps' tokens went to {long.request_id} (for 218.9 ms)." in first.sentence
     assert 1 <= len(comparison.differences) <= 3
 
 

@@ -24,8 +24,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from splittime.core.this_process import share_one_heap
-
 HEAD = struct.Struct("<Q")  # before each message: its length
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 MOST_WORDS_BYTES = 4096  # with which a worker is asked for
@@ -70,7 +68,6 @@ def serve(work: Callable[[socket.socket, ForkLimits], None]) -> None:
     """Forks a worker for each that is asked for, until nobody asks any more. work: what it does, with its socket and
     its limits."""
     control, limits = socket.socket(fileno=int(sys.argv[1])), msgspec.msgpack.Decoder(ForkLimits)
-    share_one_heap()
     signal.signal(signal.SIGCHLD, _bury)
     gc.freeze()
     while True:

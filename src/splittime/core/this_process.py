@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 _IMPORTED_NS = time.monotonic_ns()
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
-MOST_IN_HEAP, KEPT_FREE = 32 * 2**20, 16 * 2**20  # bytes; given, they are fixed
+MOST_IN_HEAP, KEPT_FREE = 32 * 2**20, 16 * 2**20  # bytes; glibc moves its own bounds, these not
 
 
 def process_start_ns() -> int:

@@ -14,7 +14,7 @@ import msgspec
 from rich.text import Text
 
 from splittime.diagnose.attribution import DEPRIVED, Told, meaning, stages_and_stops
-from splittime.diagnose.bill import BY_TOKENS, WAITS, Charge, bill
+from splittime.diagnose.bill import BY_TOKENS, HELD, Charge, bill
 from splittime.diagnose.books import Books
 from splittime.diagnose.explain_trace import wrapped
 from splittime.diagnose.rules.evidence import is_whole, median, ms
@@ -26,7 +26,6 @@ MIN_OTHERS = 8  # of one bucket: a median of fewer is anybody's
 MOST = 3
 MAX_BLAMED = 3
 WORTH_TELLING_NS = 1_000_000
-_WAITS = (Stage.TOKENIZE_QUEUE, *WAITS)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +105,7 @@ def _why(account: ClosedAccount, others: Sequence[ClosedAccount], key: Told, bla
         return _and(_longer_answer(account, others), _shared_with(blamed))
     if stage is Stage.PREFILL:
         return _and(_less_cached(account, others), _shared_with(blamed))
-    if stage in _WAITS and cause is not None:
+    if stage in (Stage.TOKENIZE_QUEUE, *HELD) and cause is not None:
         return _and(CAUSE_MEANING[cause], _who_had_it(cause, blamed))
     return _shared_with(blamed) if stage is Stage.RECOMPUTE else ""
 
@@ -137,7 +136,7 @@ def _less_cached(account: ClosedAccount, others: Sequence[ClosedAccount]) -> str
 
 
 def _who_had_it(cause: Cause, blamed: Sequence[Charge]) -> str:
-    went = "the tokens went to" if cause in BY_TOKENS else "they were held by"
+    went = "the steps' tokens went to" if cause in BY_TOKENS else "what it waited for was held by"
     return f"{went} {_listed(blamed)}" if blamed else ""
 
 
@@ -146,7 +145,7 @@ def _shared_with(blamed: Sequence[Charge]) -> str:
 
 
 def _listed(blamed: Sequence[Charge]) -> str:
-    *words, last = [f"{charge.request_id} ({_shown(charge.ns)})" for charge in blamed]
+    *words, last = [f"{charge.request_id} (for {_shown(charge.ns)})" for charge in blamed]
     return f"{', '.join(words)} and {last}" if words else last
 
 

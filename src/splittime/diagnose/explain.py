@@ -11,7 +11,7 @@ in all that is told below (`attribution`), so that a name has one figure.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -28,8 +28,7 @@ from splittime.diagnose.attribution import (
     stages_and_stops,
     told_as,
 )
-from splittime.diagnose.bill import WAITS as BILLED
-from splittime.diagnose.bill import bill, billed_to
+from splittime.diagnose.bill import HELD, bill, billed_to
 from splittime.diagnose.books import NO_BOOKS, Books
 from splittime.diagnose.explain_trace import attempt_lines, in_ms, wrapped
 from splittime.diagnose.known_prompts import computed_again
@@ -78,7 +77,7 @@ WHY_AGAIN = {
 LETTERS = {stage: letter for stage, (letter, _) in _LOOKS.items()}
 STYLES: dict[str, str] = {stage: style for stage, (_, style) in _LOOKS.items()}
 _NO_CAUSE: dict[str, str] = {Stage.QUEUE: " No cause: no step ran as it came, and the next one took it."}
-WAITS = (Stage.TOKENIZE_QUEUE, *BILLED, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
+WAITS = (Stage.TOKENIZE_QUEUE, *HELD, Stage.CLIENT_WAIT, Stage.UNATTRIBUTED)
 
 
 def explain(account: ClosedAccount, books: Books = NO_BOOKS) -> Text:
@@ -189,11 +188,15 @@ def _billed(account: ClosedAccount, books: Books) -> Iterator[str]:
         ("It waited {} for other requests: {}.", bill(account, books)),
         ("Other requests waited {} for it: {}.", billed_to(account, books)),
     ):
-        named = [charge for charge in charges if charge.request_id]
-        longest = [f"{charge.request_id} {in_ms(charge.ns)} ms ({charge.why})" for charge in named[:MAX_BILLED]]
-        more = [f"{len(named) - MAX_BILLED} more"] if len(named) > MAX_BILLED else []
-        if named:
-            yield said.format(f"{in_ms(sum(charge.ns for charge in named))} ms", ", ".join(longest + more))
+        sums_ns, why = Counter[str](), dict[str, str]()
+        for charge in charges:
+            if charge.request_id:
+                sums_ns[charge.request_id] += charge.ns
+                why.setdefault(charge.request_id, charge.why)  # the longest
+        longest = [f"{name} {in_ms(ns)} ms ({why[name]})" for name, ns in sums_ns.most_common(MAX_BILLED)]
+        more = [f"{len(sums_ns) - MAX_BILLED} more"] if len(sums_ns) > MAX_BILLED else []
+        if sums_ns:
+            yield said.format(f"{in_ms(sums_ns.total())} ms", ", ".join(longest + more))
 
 
 def _again(account: ClosedAccount, books: Books) -> Iterator[str]:

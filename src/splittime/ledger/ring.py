@@ -11,8 +11,9 @@ from splittime.ledger.steps import StepRecord
 
 ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 1200, 800, 1024  # of one without tokens or rows; an account's places by id too
 TOKEN_BYTES = 40  # of one of its numbers: the number, and its place in a tuple
-INTERVAL_BYTES, ATTEMPT_BYTES = 100, 500
-ROW_BYTES = 170  # of a step: its name and its numbers
+INTERVAL_BYTES, PROMPT_PART_BYTES = 120, 190
+ATTEMPT_BYTES, PART_BYTES = 700, 240  # one of its own, and of an upstream that was looked at, or a nested stage
+ROW_BYTES, NAME_BYTES = 130, 60  # of a step: its numbers, and what a name takes beside its letters
 
 Record = TypeVar("Record", ClosedAccount, StepRecord)
 
@@ -21,13 +22,18 @@ def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
     """Returns what a record takes in memory, roughly."""
     if isinstance(record, ClosedAccount):
         numbers = len(record.token_steps) + len(record.token_ready_ns) + len(record.token_written_ns)
-        parts = INTERVAL_BYTES * (len(record.intervals) + len(record.prompt_parts))
+        parts = INTERVAL_BYTES * len(record.intervals) + PROMPT_PART_BYTES * len(record.prompt_parts)
         texts = len(record.prefixes) + len(record.answer_prefixes)
-        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + parts + ATTEMPT_BYTES * len(record.attempts) + texts
+        attempts = sum(ATTEMPT_BYTES + PART_BYTES * (len(a.considered) + len(a.nested)) for a in record.attempts)
+        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + parts + attempts + texts
     if isinstance(record, StepRecord):
-        of_drafts = len(record.verified) + len(record.told_drafts)
-        others = len(record.late_rows) + len(record.told_comings)
-        return STEP_BYTES + ROW_BYTES * (len(record.rows) + of_drafts + others)
+        chances = sum([len(told) for _, told in record.told_drafts if not isinstance(told, int)])
+        comings = [coming for coming in record.told_comings if not isinstance(coming, int)]
+        named = (record.rows, record.verified, record.told_drafts, record.late_rows, comings)
+        of_rows = sum([ROW_BYTES + len(row[0]) for rows in named for row in rows])
+        of_rows += TOKEN_BYTES * (len(record.told_comings) - len(comings))
+        victims = sum(NAME_BYTES + len(name) for name in record.victims)
+        return STEP_BYTES + of_rows + TOKEN_BYTES * chances + victims
     return HOP_BYTES
 
 

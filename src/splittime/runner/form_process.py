@@ -33,6 +33,7 @@ import numpy as np
 
 from splittime.core import forked
 from splittime.core.errors import ErrorInfo
+from splittime.core.this_process import share_one_heap
 from splittime.kernels.draw import has_bits
 from splittime.runner.form_walk import FormLooks, FormPlace, GrammarWalk, said
 
@@ -379,6 +380,7 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
+    share_one_heap()
     tokenizer_json, vocab_size = msgspec.msgpack.decode(forked.description())
     tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size)
     FormServer(tokenizer, vocab_size)  # what the library makes for all forms, it has made then

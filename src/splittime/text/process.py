@@ -23,6 +23,7 @@ import msgspec
 
 from splittime.core import forked
 from splittime.core.errors import EngineError, ErrorInfo, RequestError, SplittimeError
+from splittime.core.this_process import share_one_heap
 from splittime.text.chat_forms import left_out, with_arguments_read
 from splittime.text.foreign_code import is_panic, num_bytes, require_at_most
 from splittime.text.tokenizer import Tokenizer
@@ -300,6 +301,7 @@ def _text_size(value: Any) -> int:
 
 
 def main() -> None:
+    share_one_heap()
     tokenizer = ready_tokenizer(forked.description())
     forked.serve(lambda channel, limits: _be_worker(channel, tokenizer, limits))
 
