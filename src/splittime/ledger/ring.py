@@ -12,7 +12,7 @@ from splittime.ledger.steps import StepRecord
 ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 1200, 800, 1024  # of one without tokens or rows; an account's places by id too
 TOKEN_BYTES = 40  # of one of its numbers: the number, and its place in a tuple
 INTERVAL_BYTES, PROMPT_PART_BYTES = 120, 190
-ATTEMPT_BYTES, PART_BYTES = 700, 240  # one of its own, and of an upstream that was looked at, or a nested stage
+ATTEMPT_BYTES, PART_BYTES = 700, 180  # one of its own, and of an upstream that was looked at, or a nested stage
 ROW_BYTES, NAME_BYTES = 130, 60  # of a step: its numbers, and what a name takes beside its letters
 
 Record = TypeVar("Record", ClosedAccount, StepRecord)
