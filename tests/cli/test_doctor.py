@@ -226,3 +226,12 @@ def test_explain_compares_in_json(ill, tmp_path):
     assert compared["request_id"] == answer["accounts"][0]["request_id"]
     assert compared["differences"][0]["stage"] == "queue"
     assert compared["differences"][0]["blamed"]
+
+
+def test_it_says_which_key_waited_for_which(tmp_path):
+    books = Ward(settings={"max_num_seqs": 1}).run(*poisson(20, 40, output=20))
+    keyed = [msgspec.structs.replace(a, tenant=f"team-{n % 2}") for n, a in enumerate(books.accounts)]
+    path = ledger_file(msgspec.structs.replace(books, accounts=tuple(keyed)), tmp_path / "keyed.sqlite")
+    assert "requests of team-0 waited for those of team-1" in invoke("doctor", str(path), "--no-sizes").stdout
+    told = json.loads(invoke("doctor", str(path), "--no-sizes", "--json").stdout)
+    assert {(wait["waited"], wait["had_it"]) for wait in told["waits"]} == {("team-0", "team-1"), ("team-1", "team-0")}

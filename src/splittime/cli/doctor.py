@@ -75,6 +75,7 @@ def doctor(
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
     if is_self:
         raise typer.Exit(_check_installation(json))
+    from splittime.diagnose.bill import between_keys
     from splittime.diagnose.doctor import diagnose
 
     if source is not None and url is not None:
@@ -84,7 +85,7 @@ def doctor(
     except EngineError as error:  # no finding
         options.say_error(error)
         raise typer.Exit(options.code_of(error, CANNOT_TELL)) from None
-    diagnosis = diagnose(books)
+    diagnosis = msgspec.structs.replace(diagnose(books), waits=between_keys(books))
     if sizes:
         diagnosis = _with_sizes(books, diagnosis)
     if json:

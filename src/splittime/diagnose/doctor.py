@@ -21,7 +21,7 @@ import msgspec
 
 from splittime.diagnose import finding as answers
 from splittime.diagnose.agree import one_direction
-from splittime.diagnose.bill import KeyWait, between_keys
+from splittime.diagnose.bill import KeyWait
 from splittime.diagnose.books import Books
 from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
@@ -50,7 +50,7 @@ OUTSIDE_RULES = frozenset(  # read what was seen from outside: what neither book
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
     spent: where the requests' time went, by the server's books. num_refused: of no rule about the server.
-    waits: of one key's requests for another's.
+    waits: of one key's requests for another's, where somebody has looked at them (`between_keys`).
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
     void: the client was at fault, and the server tells nothing of itself, neither in a book nor by its gauges."""
 
@@ -128,7 +128,6 @@ def diagnose(books: Books) -> Diagnosis:
     return Diagnosis(
         findings=one_direction(ordered, facts.settings, facts.refuses),
         spent=spent(books, ordered),
-        waits=between_keys(books),
         abstentions=tuple(abstentions),
         num_requests=num_requests(served(books.accounts)) or _num_outcomes(books),
         num_refused=num_requests(account for account in books.accounts if account.is_refused),
