@@ -55,7 +55,7 @@ def bill(account: ClosedAccount, books: Books, of: Told | None = None) -> list[C
 
 def billed_to(account: ClosedAccount, books: Books) -> list[Charge]:
     """Returns who waited for it in its time, the longest first. (Clients may give two requests one id.)"""
-    then = account.start_ns, account.end_ns
+    then = _time_of_steps(account, books)
     others = [other for other in books.accounts if other.start_ns < then[1] and then[0] < other.end_ns]
     found, rows = list[Charge](), _Rows(books, others)
     for other, pieces in zip(others, owned(books, others), strict=True):
@@ -166,6 +166,13 @@ class _Rows:
         least = int(who.min())
         had = numpy.bincount(who - least, self._shares[kind][rows] * parts[self._steps[rows] - first])
         return {self._names[least + number]: float(had[number]) for number in numpy.flatnonzero(had)}
+
+
+def _time_of_steps(account: ClosedAccount, books: Books) -> tuple[int, int]:
+    """Returns from when to when the steps of its time ran: a step is with its gap, as the others are charged for it."""
+    its = [step for step in books.steps if account.start_ns <= step.begin_ns < account.end_ns]
+    begins, ends = [step.begin_ns - step.host_gap_ns for step in its], [step.end_ns for step in its]
+    return min(begins, default=0), max(ends, default=0)
 
 
 def _time_of(accounts: Sequence[ClosedAccount]) -> tuple[int, int]:
