@@ -13,6 +13,7 @@ from splittime.runner.compose import load_torch_runner
 from splittime.runner.config import RunnerConfig
 
 PROMPT = tuple(range(1, 20))
+INTEL = "GenuineIntel"
 
 
 @pytest.fixture
@@ -59,18 +60,22 @@ def test_products_are_told_as_they_are(load, settings, products):
 
 
 @pytest.mark.parametrize(
-    ("isa", "settings", "products", "reason"),
+    ("isa", "vendor", "settings", "products", "reason"),
     [
-        ("amx", {}, "bfloat16 x bfloat16", "much faster, multiply bfloat16 by bfloat16 alone"),
-        ("avx512bf16", {}, "bfloat16 x float32", "worth it with tiles of AMX only"),
-        ("amx", {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
-        ("amx", {"quantization": "int8"}, "int8 x int8", "as the scheme of each weight has it"),
-        ("amx", {"kernels": "reference"}, "bfloat16 x bfloat16", "the reference kernels compute in their own dtype"),
+        ("amx", INTEL, {}, "bfloat16 x bfloat16", "much faster, multiply bfloat16 by bfloat16 alone"),
+        ("avx512bf16", INTEL, {}, "bfloat16 x float32", "bfloat16 by bfloat16 no faster than float32"),
+        ("avx512bf16", "AuthenticAMD", {}, "bfloat16 x bfloat16", "at twice the rate of float32"),
+        ("avx512", "AuthenticAMD", {}, "bfloat16 x float32", "bfloat16 by bfloat16 no faster than float32"),
+        ("avx512bf16", "AuthenticAMD", {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
+        ("amx", INTEL, {"activation_dtype": "float32"}, "bfloat16 x float32", "as asked"),
+        ("amx", INTEL, {"quantization": "int8"}, "int8 x int8", "as the scheme of each weight has it"),
+        ("amx", INTEL, {"kernels": "reference"}, "bfloat16 x bfloat16", "reference kernels compute in their own dtype"),
     ],
 )
-def test_auto_rounds_activations_for_tiles_alone(load, monkeypatch, isa, settings, products, reason):
+def test_auto_rounds_activations_where_that_is_much_faster(load, monkeypatch, isa, vendor, settings, products, reason):
     """Nothing is measured: a noisy start must not answer with other numbers."""
     monkeypatch.setattr(machine, "choose_isa", lambda: (isa, "as the test has it"))
+    monkeypatch.setattr(machine, "of_processor", {"vendor_id": vendor, "model name": "made"}.__getitem__)
     resolved = load(**{"kernels": "native", "dtype": "bfloat16"} | settings).resolved
     assert resolved.products == f"weights x activations: layers {products}, head {products}"
     assert resolved.products_reason.endswith(reason)

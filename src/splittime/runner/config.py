@@ -125,8 +125,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
     model_path: a local folder with config.json and safetensors, or a .gguf file.
     dtype: "auto" is `runner.machine.choose_dtype`.
     activation_dtype: "bfloat16" rounds activations before each product with weights of bfloat16, "float32" never does,
-        "auto" on AMX alone (`runner.machine.choose_rounding`). What the kernels do not support is
-        refused.
+        "auto" where that is much faster (`runner.machine.choose_rounding`). What the kernels do not support is refused.
     quantization: see `models.quant.plan`. "w8a8" (int8) and "fp8" round activations too; "fp8" needs "triton", "w8a8"
         that or "native". A checkpoint that is quantised already is served as it is and refuses this.
     kv_cache_dtype: "fp8" is e4m3 with a scale for each token and head.
@@ -144,7 +143,7 @@ class RunnerConfig(StepLimits, frozen=True, kw_only=True):
         Dtype,
         Doc(
             "Activations in products. auto, native kernels: int8 by integers; float32 by float weights, but rounded to "
-            "bfloat16 by those of bfloat16 on AMX; torch: as dtype, but int8 by int8 with a scale a row."
+            "bfloat16 by those of bfloat16 on AMX and Zen 4; torch: as dtype, but int8 by int8 with a scale a row."
         ),
     ] = "auto"
     quantization: Annotated[

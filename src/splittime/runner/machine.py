@@ -23,7 +23,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
 from splittime.core.this_process import affinity, cache_folder, free_memory_bytes, num_cores, quota_cores
 from splittime.kernels.api import Ops
-from splittime.kernels.native.check import TILES, choose_isa
+from splittime.kernels.native.check import PAIRS, TILES, choose_isa
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.config import ModelConfig
 from splittime.models.encoder_config import EncoderConfig
@@ -36,6 +36,7 @@ CPUS = Path("/sys/devices/system/cpu")
 SMALL_MODEL_BYTES = 128 << 20
 MOST_BLOCKS = 1 << 20  # of a card's cache, beyond what all requests can fill: each is some host memory and start time
 FREE_MEMORY_SHARE = 0.5
+AMD = "AuthenticAMD"  # whose vdpbf16ps has the rate of a float32 multiply-add, and does two; Intel's has half of it
 
 
 def multiplies_bfloat16() -> bool:
@@ -97,9 +98,12 @@ def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str
         return "auto", "as the scheme of each weight has it"
     if config.tensor_parallel_size > 1:
         return "float32", "each rank would measure for itself whether to round"
-    if choose_isa()[0] == TILES:
+    isa = choose_isa()[0]
+    if isa == TILES:
         return "bfloat16", "tiles of AMX, which are much faster, multiply bfloat16 by bfloat16 alone"
-    return "float32", "rounding activations is worth it with tiles of AMX only"
+    if isa == PAIRS and of_processor("vendor_id") == AMD:
+        return "bfloat16", "this processor multiplies bfloat16 by bfloat16 at twice the rate of float32"
+    return "float32", "this processor multiplies bfloat16 by bfloat16 no faster than float32"
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
@@ -149,11 +153,16 @@ def kernels_build(ops: Ops) -> list[object]:
 
 def cpu_name() -> str:
     """As the system calls the processor."""
+    return of_processor("model name") or platform.processor() or platform.machine()
+
+
+def of_processor(key: str) -> str:
+    """Returns what /proc/cpuinfo says of the first core, "" if nothing."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(key):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def without_ceilings(threads: int) -> Machine:

@@ -37,7 +37,7 @@ from splittime.kernels.native.library import (
 )
 
 ASKED = "SPLITTIME_ISA"
-TILES = "amx"
+TILES, PAIRS = "amx", "avx512bf16"
 EMULATED = "amx_emulated"  # for tests
 OUT, IN, GROUP = 48, 704, 64  # columns: a whole chunk of the integer products, and a part of one
 PRODUCTS = (  # of the check: scheme, columns of a group, extras

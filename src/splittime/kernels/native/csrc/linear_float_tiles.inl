@@ -113,8 +113,9 @@ struct Bfloat16Pairs {
     });
   }
   static void copy(const float *x, int64_t count, Word *to) {
-    for (int64_t k = 0; k < count; k += 2)
-      to[k / 2] = bf16_of(x[k]) | (uint32_t)(k + 1 < count ? bf16_of(x[k + 1]) : 0) << 16;
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) store(to + k / 2, to_bf16(load<F32>(x + k)));
+    for (; k < count; k += 2) to[k / 2] = bf16_of(x[k]) | (uint32_t)(k + 1 < count ? bf16_of(x[k + 1]) : 0) << 16;
   }
 };
 
