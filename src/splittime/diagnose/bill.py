@@ -55,7 +55,8 @@ def bill(account: ClosedAccount, books: Books, of: Told | None = None) -> list[C
 
 def billed_to(account: ClosedAccount, books: Books) -> list[Charge]:
     """Returns who waited for it in its time, the longest first. (Clients may give two requests one id.)"""
-    then = _time_of_steps(account, books)
+    its = [step for step in books.steps if account.start_ns <= step.begin_ns < account.end_ns]
+    then = _span([(step.begin_ns - step.host_gap_ns, step.end_ns) for step in its])  # with the gap, which others count
     others = [other for other in books.accounts if other.start_ns < then[1] and then[0] < other.end_ns]
     found, rows = list[Charge](), _Rows(books, others)
     for other, pieces in zip(others, owned(books, others), strict=True):
@@ -122,7 +123,7 @@ class _Rows:
 
     def __init__(self, books: Books, accounts: Sequence[ClosedAccount]) -> None:
         self.tenants = {account.request_id: account.tenant for account in books.accounts}
-        from_ns, until_ns = _time_of(accounts)
+        from_ns, until_ns = _span([(account.start_ns, account.end_ns) for account in accounts])
         within = [at for at, step in enumerate(books.steps) if step.end_ns > from_ns and step.begin_ns < until_ns]
         steps, numbers = [books.steps[at] for at in within], dict[str, int]()
         rows = [row for step in steps for row in step.rows]
@@ -168,13 +169,5 @@ class _Rows:
         return {self._names[least + number]: float(had[number]) for number in numpy.flatnonzero(had)}
 
 
-def _time_of_steps(account: ClosedAccount, books: Books) -> tuple[int, int]:
-    """Returns from when to when the steps of its time ran: a step is with its gap, as the others are charged for it."""
-    its = [step for step in books.steps if account.start_ns <= step.begin_ns < account.end_ns]
-    begins, ends = [step.begin_ns - step.host_gap_ns for step in its], [step.end_ns for step in its]
-    return min(begins, default=0), max(ends, default=0)
-
-
-def _time_of(accounts: Sequence[ClosedAccount]) -> tuple[int, int]:
-    begins, ends = [each.start_ns for each in accounts], [each.end_ns for each in accounts]
-    return min(begins, default=0), max(ends, default=0)
+def _span(times: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min((begin for begin, _ in times), default=0), max((end for _, end in times), default=0)
