@@ -73,9 +73,18 @@ def seen(name, expected, found, **more):
     return Seen(**told, could_not_tell=False, requests=40, steps=100, seconds=1.0, **more)
 
 
+@pytest.mark.parametrize(("behind", "is_inside"), [(100.0, False), (150.0, True), (0.0, False)])
+def test_a_ratio_is_of_the_runs_on_both_sides(behind, is_inside):
+    """The machine had slowed down: 70 of the mean of 100 and 150 is 0.57."""
+    printed = figure("e2e_ms_mean", 100.0, 0.5, 0.4, 0.6)
+    compared = _compared(printed, {"e2e_ms_mean": 70.0}, {"e2e_ms_mean": behind})
+    assert (compared.is_inside, compared.is_ratio_inside, compared.again) == (False, is_inside, behind)
+
+
 def test_the_summary_counts_each_kind():
     inside, outside = (
-        _compared(figure("e2e_ms_mean", 100.0, 0.5, 0.4, 0.6), {"e2e_ms_mean": measured}) for measured in (50.0, 70.0)
+        _compared(figure("e2e_ms_mean", 100.0, 0.5, 0.4, 0.6), {"e2e_ms_mean": measured}, {})
+        for measured in (50.0, 70.0)
     )
     good = Applied(name="slot_bound", flags=("--x",), starts=True, figures=(inside,))
     bad = Applied(name="kv_bound", flags=("--x",), starts=False, figures=(outside,))

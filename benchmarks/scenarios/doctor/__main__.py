@@ -99,7 +99,9 @@ def line(row: Row) -> str:
 def cure_words(cure: Applied) -> str:
     start = "starts" if cure.starts else f"REFUSED ({cure.why})"
     told = [
-        f"{one.name} {one.measured:.4g} in {one.low or 0:.4g} to {one.high or 0:.4g}{'' if one.is_inside else ' NO'}"
+        f"{one.name} {one.recorded or 0:.4g} -> {one.measured:.4g} (-> {one.again or 0:.4g} without) in "
+        f"{one.low or 0:.4g} to {one.high or 0:.4g}{'' if one.is_inside else ' NO'}"
+        f"{'' if one.is_ratio_inside else ', by turns NO'}"
         for one in cure.figures
     ]
     return f"{cure.name} {' '.join(cure.flags)}: {start}; {'; '.join(told) or cure.why or 'not measured'}"

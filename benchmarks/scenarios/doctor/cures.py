@@ -1,10 +1,12 @@
 """Cures applied: the same load again on a server that has the printed flags too, and each printed figure beside the
-measured one.
+measured one, by turns: then the load again on the server as it was. Two equal runs differ by a quarter on a virtual
+machine, so a ratio is of the cured run to the mean (the root of the product) of the run before it and that behind it.
 
 Figures are of the same requests as the printed ones: the excerpt that was replayed, by the places of its requests in
 the schedule.
 """
 
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +26,8 @@ from splittime.simulate.figures import Figures, figures
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """A printed figure: low and high are those that were printed, of the ratio and of the figure itself."""
+    """A printed figure. low and high are those that were printed, of the ratio and of the figure itself. recorded,
+    again: without the cure, before it and behind it; is_ratio_inside: by turns."""
 
     name: str
     recorded: float | None
@@ -33,6 +36,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None
     ratio: tuple[float, float] | None
     measured: float
+    again: float | None = None
     is_inside: bool
     is_ratio_inside: bool
 
@@ -68,8 +72,9 @@ def _applied(ward: Ward, patient: Patient, visited: Visit, finding: Finding, is_
             refused = _refused((*settings, *flags))
             return msgspec.structs.replace(told, starts=not refused, why=refused or told.why)
         after = books_of(ward, asked, visited.schedule, (*settings, *flags))
-    seen = _same_requests(visited.books, after)
-    compared = tuple(_compared(figure, seen) for figure in gain.figures if figure.ratio is not None)
+        behind = books_of(ward, asked, visited.schedule, settings)
+    seen, again = (_same_requests(visited.books, books) for books in (after, behind))
+    compared = tuple(_compared(figure, seen, again) for figure in gain.figures if figure.ratio is not None)
     return msgspec.structs.replace(told, starts=True, settings=gain.settings, figures=compared)
 
 
@@ -98,13 +103,14 @@ def _places(books: Books) -> dict[str, int]:
     return {outcome.request_id: outcome.index for outcome in books.run.outcomes}
 
 
-def _compared(figure: PredictedFigure, seen: Figures) -> Compared:
+def _compared(figure: PredictedFigure, seen: Figures, again: Figures) -> Compared:
     measured = seen.get(figure.name, 0.0)
     assert figure.low is not None
     assert figure.high is not None
     is_inside = figure.after_low is not None and figure.after_high is not None
     is_inside = is_inside and figure.after_low <= measured <= figure.after_high  # type: ignore[operator]
-    of = figure.recorded or figure.before or 1.0
+    before = figure.recorded or figure.before or 1.0
+    behind = again.get(figure.name, before)
     return Compared(
         name=figure.name,
         recorded=figure.recorded,
@@ -113,6 +119,7 @@ def _compared(figure: PredictedFigure, seen: Figures) -> Compared:
         high=figure.after_high,
         ratio=(figure.low, figure.high),
         measured=measured,
+        again=behind,
         is_inside=is_inside,
-        is_ratio_inside=figure.low <= measured / of <= figure.high,
+        is_ratio_inside=figure.low <= measured / math.sqrt(before * (behind or before)) <= figure.high,
     )
