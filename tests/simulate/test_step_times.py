@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splittime.core.errors import ConfigError
+from splittime.core.facts import Machine, TokenCost
+from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.cost import LIMITED, REACH, CostModel, Noise, OutOfRange, Pace, PaceOf, bucket_of, quantile
 from splittime.simulate.fit import MIN_STEPS, Fit, fit
@@ -120,6 +122,40 @@ def test_intervals_of_the_coefficients_hold_the_truth() -> None:
         drawn = sorted(model.sample(rng).step_time(shape).device_ns for _ in range(40))
         held += drawn[1] <= device_ns(shape) <= drawn[-2]
     assert 14 <= held <= 20
+
+
+def chunks_of_eight(count: int = 200) -> list[StepRecord]:
+    """Steps of a budget of 8, in 4 ms each however much of a prompt they compute; every other one decodes in 3."""
+    made, now_ns, rng = list[StepRecord](), 0, random.Random(7)
+    for number in range(1, count + 1):
+        tokens = 0 if number % 2 else rng.choice((4, 8, 8, 8))
+        took_ns = round((4_000_000 if tokens else 3_000_000) * rng.lognormvariate(0, 0.02))
+        shape = {"rows": (("p", 0, tokens or 1),), "prefill_tokens": tokens, "decode_tokens": int(not tokens)}
+        times = {"launch_ns": 0, "device_ns": took_ns, "end_ns": now_ns + took_ns}
+        record = a_record(random.Random(number), number, now_ns, 1.0)
+        made.append(msgspec.structs.replace(record, **shape, **times, kv_tokens_read=tokens or 1, num_running=1))
+        now_ns = made[-1].end_ns + GAP_NS
+    return made
+
+
+@pytest.mark.parametrize(("peak", "least_ms", "most_ms"), [(1e12, 4.2, 7.5), (2e11, 7.8, 8.2)])
+def test_a_prompt_twice_as_large_takes_from_no_more_to_twice_as_much(
+    peak: float, least_ms: float, most_ms: float
+) -> None:
+    """The recorded steps attain 2e11 operations a second. A machine that can do no more takes twice as long for 16
+    tokens as for 8; of one that could do five times that nobody knows, and the draws reach from one to the other."""
+    cost = TokenCost(weight_bytes=1, kv_bytes_per_token=1, operations_per_token=10**8, operations_per_context_token=1)
+    machine = Machine(cpu="any", threads=2, operations_per_s=peak)
+    facts = ServerFacts(version="1", model="any", max_model_len=4096, cost=cost, machine=machine)
+    model = msgspec.structs.replace(fit(chunks_of_eight(), facts).model, buckets={})
+
+    def took_ms(costs: CostModel, *shape: int) -> float:
+        return costs.step_time(StepShape(*shape)).device_ns / 1e6
+
+    drawn = sorted(took_ms(model.sample(random.Random(seed)), 1, 16, 0, 16, 136) for seed in range(60))
+    assert [drawn[3], drawn[-4]] == pytest.approx([least_ms, most_ms], rel=0.1)
+    assert drawn[3] < took_ms(model, 1, 16, 0, 16, 136) < drawn[-4]
+    assert took_ms(model, 1, 8, 0, 8, 36) == pytest.approx(4.0, rel=0.05), "as it was recorded"
 
 
 def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fit) -> None:

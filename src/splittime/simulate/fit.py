@@ -24,6 +24,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import block_diag
 
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
@@ -155,11 +156,11 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     host_columns = np.array([basis.host_features(shape) for shape in steps.shapes])
     *host, gaps = (_host_line(host_columns, part) for part in steps.parts_ns.T)
     gaps, gap_noise = _gaps(host_columns, steps.parts_ns.T[-1], gaps)
-    compute = _compute_line(facts, columns, steps.device_ns)
+    compute = _compute_line(facts, basis, columns, steps.device_ns)
     plain = cost.CostModel(
         device=tuple(line.coefficients.tolist()),
-        compute=compute,
-        covariance=tuple(map(tuple, np.pad(line.covariance, (0, len(compute))).tolist())),
+        compute=tuple(compute.coefficients.tolist()),
+        covariance=tuple(map(tuple, block_diag(line.covariance, compute.covariance).tolist())),
         basis=basis,
         unsure=_unsure(basis, columns, line),
         host=(*host, gaps),
@@ -180,26 +181,31 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
     return Fit(model, pace)
 
 
-def _compute_line(facts: ServerFacts | None, columns: Array, device_ns: Array) -> tuple[float, ...]:
+def _compute_line(facts: ServerFacts | None, basis: cost.Basis, columns: Array, device_ns: Array) -> Line:
     """Returns what the arithmetic takes at the best rate that was measured or recorded: larger steps than the recorded
-    ones may be bound by it, where these were by memory. Empty where no rate is known."""
+    ones may be bound by it, where these were by memory. Of prompts it is drawn from between that rate and what the
+    largest tenth of them usually attained: larger ones may attain no more. Empty where no rate is known."""
+    empty = Line(np.empty(0), np.empty((0, 0)))
     if facts is None or facts.cost is None or facts.machine is None or not facts.machine.operations_per_s:
-        return ()
+        return empty
     operations = cost.operations_of(facts.cost)
     if len(operations) != columns.shape[1] or facts.cost.windowed_share:  # captured steps; what no window sees
-        return ()
-    rates = columns @ operations / np.maximum(device_ns, 1.0)
-    recorded = max(float(np.quantile(some, RARE)) for some in (rates, rates[columns[:, 1] > 0]) if len(some))
-    return tuple((operations / max(recorded, facts.machine.operations_per_s / 1e9)).tolist())
+        return empty
+    done, prompts = columns @ operations, columns[:, 1] > 0
+    rates = done / np.maximum(device_ns, 1.0)
+    recorded = (float(np.quantile(some, RARE)) for some in (rates, rates[prompts]) if len(some))
+    best = max(facts.machine.operations_per_s / 1e9, *recorded)
+    usual = np.median(rates[prompts & (done >= np.quantile(done[prompts], 0.9))]) if prompts.any() else best
+    longer = np.array(["prompt" in name for name in basis.names]) * (best / (usual or best) - 1)
+    spread = operations / best * longer / math.sqrt(12)  # of what is drawn evenly
+    return Line(operations / best * (1 + longer / 2), np.outer(spread, spread))
 
 
 def _pace(steps: StepTable, ratios: Array) -> cost.Pace:
     decodes = np.array([shape.tokens == shape.decode_rows for shape in steps.shapes])
     begins_ns = np.array(steps.begins_ns)
-    kinds = {"decode": decodes, "prompts": ~decodes}
-    return cost.Pace(
-        **{name: _pace_of(begins_ns[some], ratios[some], PACE_STEPS[name]) for name, some in kinds.items()}
-    )
+    kinds = (("decode", decodes), ("prompts", ~decodes))
+    return cost.Pace(*(_pace_of(begins_ns[some], ratios[some], PACE_STEPS[name]) for name, some in kinds))
 
 
 def _pace_of(begins_ns: NDArray[np.int64], ratios: Array, num_steps: int) -> cost.PaceOf:
@@ -287,18 +293,13 @@ def _held_out(steps: StepTable, facts: ServerFacts | None, model: cost.CostModel
     clusters = clusters_of(len(steps.shapes))
     seen, unseen = np.concatenate(clusters[::2]), np.concatenate(clusters[1::2])
     half = msgspec.structs.replace(_fit(_some(steps, seen), facts).model, most=(sys.maxsize,) * len(cost.LIMITED))
-    predicted, taken = _totals(half, [steps.shapes[index] for index in unseen]), steps.total_ns[unseen]
+    taken, by_half, by_all = steps.total_ns, _totals(half, steps.shapes)[unseen], _totals(model, steps.shapes)
+    paces = [float(taken[some].sum() / max(by_all[some].sum(), 1.0)) for some in clusters]
     return cost.Errors(
-        median_relative=float(np.median(np.abs(predicted / taken - 1))),
-        mean_relative=float(predicted.sum() / taken.sum() - 1),
-        drift=float(np.std([math.log(_pace_in(steps, model, some)) for some in clusters])),
+        median_relative=float(np.median(np.abs(by_half / taken[unseen] - 1))),
+        mean_relative=float(by_half.sum() / taken[unseen].sum() - 1),
+        drift=float(np.std(np.log(paces))),
     )
-
-
-def _pace_in(steps: StepTable, model: cost.CostModel, some: Array) -> float:
-    """Returns what these steps took, over what the model expects."""
-    expected = _totals(model, [steps.shapes[index] for index in some]).sum()
-    return float(steps.total_ns[some].sum() / max(expected, 1.0))
 
 
 def _some(steps: StepTable, indices: Array) -> StepTable:
