@@ -397,6 +397,14 @@ MODELS = {
     "GemmaForCausalLM": ("Gemma", "GELU, norms stored less one, a multiplier of embeddings"),
     "Gemma2ForCausalLM": ("Gemma 2", "the same; norms before and after the parts, capped scores and logits"),
     "Gemma3ForCausalLM": ("Gemma 3", "windows and rotary embeddings by layer, a norm of each head"),
+    "CohereForCausalLM": (
+        "Command-R, Aya",
+        "layer norms, one for attention and MLP side by side; rotary pairs as neighbours",
+    ),
+    "Cohere2ForCausalLM": (
+        "Command R7B, Command A",
+        "the same; windows by layer, without which a layer knows no positions",
+    ),
     "LlamaModel": ("embedders on Llama", "no head"),
     "MistralModel": ("embedders on Mistral", "no head"),
     "Qwen3Model": ("embedders on Qwen3", "no head"),
@@ -423,12 +431,13 @@ def models_page() -> str:
         "not in those for cards: there such models are computed by the processor.\n"
         "* Experts are not adapted (LoRA), the rest of such models is. `splittime quantize` knows the layers of "
         f"{', '.join(name.removesuffix('ForCausalLM') for name in KNOWN)}.\n"
-        "* OLMo 2, 3 and OLMoE are not shared by ranks (`--tensor-parallel-size`): a norm is of all heads together.\n"
+        "* OLMo 2, 3 and OLMoE are not shared by ranks (`--tensor-parallel-size`): a norm is of all heads together. "
+        "Nor is a Command-R with `use_qk_norm`: each head has a scale of its own.\n"
         "* Adapters (LoRA) of joined projections (Phi-3, GLM-4) are refused by their tensors' names.\n"
         f"* As GGUF, by the file's `general.architecture`: {', '.join(f'`{name}`' for name in FAMILIES)}.\n"
         "* Encoders (BERT, RoBERTa, XLM-R, ModernBERT) embed and rank texts: "
         "[guide](../guides/embeddings.md#encoders).\n"
-        "* Not served as text generators: layer norms with a mean (StarCoder2, Command-R), state-space layers, MLA.\n"
+        "* Not served as text generators: MLPs without a gate (StarCoder2), state-space layers, MLA.\n"
     )
 
 

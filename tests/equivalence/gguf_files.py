@@ -41,6 +41,8 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "Ministral3ForCausalLM": "mistral3",
     "GptOssForCausalLM": "gpt-oss",
+    "CohereForCausalLM": "command-r",
+    "Cohere2ForCausalLM": "cohere2",
 }
 PAIRED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter reorders queries and keys
 WITHOUT_WINDOWS = ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "smollm3", "dots1", "mistral3")
@@ -95,7 +97,7 @@ def _replace_by_blocks(tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
     """The blocks by name; routers stay floats, as converters leave them."""
     rng, blocks = np.random.default_rng(0), {}
     for name, tensor in tensors.items():
-        if tensor.ndim == 2 and not name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight")):
+        if tensor.ndim == 2 and not name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight", "_norm.weight")):
             blocks[name] = random_blocks(rng, tensor.shape, kind)
             tensors[name] = gguf.quants.dequantize(blocks[name], gguf.GGMLQuantizationType[kind])
     return blocks
@@ -114,7 +116,11 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     if architecture != "phi3":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_logit_scale(config["logit_scale"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _describe_rope(writer, config, architecture, head_dim)
     if config.get("sliding_window") and architecture not in WITHOUT_WINDOWS:
         writer.add_sliding_window(config["sliding_window"])
@@ -239,7 +245,8 @@ def _add(writer: Any, name: str, content: np.ndarray, is_blocks: bool, kind: str
     if is_blocks:
         writer.add_tensor(name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
     else:
-        writer.add_tensor(name, content.astype(np.float16 if kind == "F16" and content.ndim > 1 else np.float32))
+        is_half = kind == "F16" and content.ndim > 1 and not name.endswith("_norm.weight")
+        writer.add_tensor(name, content.astype(np.float16 if is_half else np.float32))
 
 
 def _neighbours(rows: np.ndarray, num_heads: int) -> np.ndarray:

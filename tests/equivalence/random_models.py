@@ -186,6 +186,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4-full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "glm": ("Glm", {"head_dim": 20, "attention_bias": False}),
     "glm4": ("Glm4", {"head_dim": 20, "partial_rotary_factor": 0.6, "tie_word_embeddings": True}),
+    "cohere": ("Cohere", {"head_dim": 20, "logit_scale": 0.3}),
+    "cohere-head-norms": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 11, "num_hidden_layers": 5, "logit_scale": 2.5}),
+    "cohere2-kinds": ("Cohere2", {**KINDS, "attention_bias": True, "head_dim": 20, "tie_word_embeddings": False}),
     "gemma": ("Gemma", {"head_dim": 20, "hidden_size": 50}),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS, "sliding_window": 11, "num_hidden_layers": 4}),
     "gemma2-file": (

@@ -24,7 +24,9 @@ def adapted(folder):
     return load_torch_runner(RunnerConfig(model_path=str(folder), packed_cache="off", enable_lora=True, max_num_seqs=2))
 
 
-@pytest.mark.parametrize("variant", ["gemma3", "ernie", "olmo3", "glm4", "phi3", "hunyuan", "granite", *EXPERTS])
+@pytest.mark.parametrize(
+    "variant", ["cohere", "gemma3", "ernie", "olmo3", "glm4", "phi3", "hunyuan", "granite", *EXPERTS]
+)
 def test_an_adapter_is_what_merging_it_is(variant, tmp_path):
     for name in ("base", "merged"):
         make(variant, tmp_path / name)

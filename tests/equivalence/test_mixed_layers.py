@@ -31,6 +31,7 @@ LAYERS = (
     LayerSpec(NORM, NARROW, MlpSpec(80, has_bias=True)),
     LayerSpec(NORM, WIDE, MixtureSpec(RouterSpec(4, 2, normalises=True), MlpSpec(24))),
     LayerSpec(OTHER_NORM, NARROW, MlpSpec(32)),
+    LayerSpec(NormSpec(1e-5, is_centred=True), WIDE, MlpSpec(48), "shared"),
 )
 MODEL = ModelConfig(
     architecture="Qwen3MoeForCausalLM",
@@ -87,9 +88,10 @@ def test_every_backend_computes_it(kernels, lengths, want):
 
 def test_layers_that_are_kept_alike_are_a_group():
     decoder = loaded_by("reference").decoder
-    assert decoder.kv_groups == (KvGroup((0, 2), 2, 16, None), KvGroup((1, 3), 1, 8, 5))
+    assert decoder.kv_groups == (KvGroup((0, 2, 4), 2, 16, None), KvGroup((1, 3), 1, 8, 5))
     store = KvStore(decoder.kv_groups, 8, BLOCK_SIZE, torch.float32)
-    assert [layer.data[0].numel() for layer in store.layers] == [2 * 2 * 4 * 16, 2 * 4 * 8, 2 * 2 * 4 * 16, 2 * 4 * 8]
+    wide, narrow = 2 * 2 * 4 * 16, 2 * 4 * 8
+    assert [layer.data[0].numel() for layer in store.layers] == [wide, narrow, wide, narrow, wide]
     assert len(decoder.turns) == 2
 
 
@@ -97,6 +99,7 @@ def test_what_is_not_fused_says_why():
     told = loaded_by("native").layers
     assert told == (
         "2 fused, 1 as parts: experts are chosen between two calls of the library, "
-        "1 as parts: the norm of the heads has another epsilon than the layer's"
+        "1 as parts: the norm of the heads has another epsilon than the layer's, "
+        "1 as parts: norms take off a mean, attention and MLP are given the same"
     )
-    assert loaded_by("torch").layers == "4 as parts: the torch kernels are single operations"
+    assert loaded_by("torch").layers == "5 as parts: the torch kernels are single operations"

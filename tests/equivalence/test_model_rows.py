@@ -25,6 +25,8 @@ VARIED = (
     "hunyuan",
     "olmo3",
     "ministral3",
+    "cohere-head-norms",
+    "cohere2",
 )
 
 

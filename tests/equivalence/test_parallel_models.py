@@ -72,7 +72,10 @@ def compare(folder, count, atol=5e-5, **settings):
     assert torch.equal(ranks[0].argmax(-1)[is_clear], best.indices[is_clear, 0])
 
 
-@pytest.fixture(scope="module", params=[name for name in VARIANTS if not name.startswith("olmo")])
+UNSHARED = [*(name for name in VARIANTS if name.startswith("olmo")), "cohere-head-norms"]
+
+
+@pytest.fixture(scope="module", params=[name for name in VARIANTS if name not in UNSHARED])
 def folder(request, tmp_path_factory):
     made = tmp_path_factory.mktemp(request.param)
     make(request.param, made)
@@ -84,10 +87,17 @@ def test_two_ranks_compute_what_one_does(folder, kernels):
     compare(folder, 2, kernels=kernels)
 
 
-def test_a_norm_of_all_heads_together_is_not_shared(tmp_path):
-    make("olmo2", tmp_path)
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("olmo2", "Olmo2ForCausalLM norms the queries of all heads together"),
+        ("cohere-head-norms", "CohereForCausalLM norms the queries of all heads by scales of their own"),
+    ],
+)
+def test_a_norm_of_all_heads_is_not_shared(variant, said, tmp_path):
+    make(variant, tmp_path)
     asked = RunnerConfig(model_path=str(tmp_path), tensor_parallel_size=2, num_threads=2)
-    with pytest.raises(ConfigError, match="Olmo2ForCausalLM norms the queries of all heads together"):
+    with pytest.raises(ConfigError, match=said):
         load_torch_runner(asked)
 
 

@@ -1,4 +1,5 @@
-"""Models with experts, rounded as they are loaded or with a rounded cache: their distributions stay near the model's.
+"""Models with experts or layer norms, rounded as they are loaded or with a rounded cache: their distributions stay near
+the model's.
 
 The bounds are about three times the largest divergence of a token (in nats) that was measured on these random models,
 which are a hard case for 4 bits.
@@ -20,7 +21,9 @@ MOST_NATS = {
 }
 
 
-@pytest.mark.parametrize("variant", ["gpt-oss-yarn", "glm-moe-groups", "ernie-moe", "granite-moe", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "variant", ["gpt-oss-yarn", "glm-moe-groups", "ernie-moe", "granite-moe", "qwen2-moe", "cohere2-kinds"]
+)
 def test_a_rounded_model_is_near_the_model(variant, tmp_path):
     make(variant, tmp_path)
     want = prompt_logits(tmp_path, PROMPT, [7, 4], kernels="reference", dtype="float32")[0].log_softmax(-1)

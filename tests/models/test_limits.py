@@ -25,6 +25,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 GRANITE = {"architectures": ["GraniteForCausalLM"]}
 GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
+COHERE = {"architectures": ["CohereForCausalLM"]}
 PLACES = {
     **dict.fromkeys(["num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"], EXPERTS),
     **dict.fromkeys(["moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_norm_min"], ERNIE),
@@ -44,6 +45,7 @@ PLACES = {
     },
     **dict.fromkeys(["sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"], GEMMA_3),
     **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], GEMMA_2),
+    **dict.fromkeys(["layer_norm_eps", "logit_scale"], COHERE),
     "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }
 """What else the config needs so that the field is read."""

@@ -20,7 +20,7 @@ from splittime.kernels.layer import (
     RouterSpec,
 )
 from splittime.kernels.low_rank import LayerUses, ProductUses
-from splittime.kernels.plain import each_alike
+from splittime.kernels.plain import LayerNorm, each_alike
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class ComposedLayer:
 
 
 def normed_by(ops: Ops, norm: PackedNorm | None, x: Tensor) -> Tensor:
+    if isinstance(norm, LayerNorm):
+        return norm(x)
     return x if norm is None else ops.rms_norm(x, norm)
 
 
@@ -55,14 +57,15 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
     on_qkv, on_output = [(one.qkv, tokens) for one, tokens in uses], [(one.output, tokens) for one, tokens in uses]
-    mixed = attend(ops, layer.mixer, normed_by(ops, layer.mixer_norm, hidden), turns, kv, plan, on_qkv)
+    normed = normed_by(ops, layer.mixer_norm, hidden)
+    mixed = attend(ops, layer.mixer, normed, turns, kv, plan, on_qkv)
     after, norm = layer.norm_after_mixer, layer.feed_forward_norm
-    if not uses and after is None and norm is not None:
+    if not uses and after is None and not isinstance(norm, LayerNorm | None):
         return ops.linear_norm(mixed, layer.mixer.output, hidden, norm)
     added = ops.linear(mixed, layer.mixer.output, hidden if after is None else None)
     ops.add_low_rank(added, mixed, on_output)
     hidden = added if after is None else hidden + ops.rms_norm(added, after)
-    return hidden, normed_by(ops, norm, hidden)
+    return hidden, normed if layer.spec.places == "shared" else normed_by(ops, norm, hidden)
 
 
 def attend(
@@ -75,7 +78,7 @@ def attend(
     if part.all_norms is not None:
         places = slice(0, spec.query_width), slice(spec.query_width, spec.query_width + spec.kv_width)
         for norm, place in zip(part.all_norms, places, strict=True):
-            product[:, place] = ops.rms_norm(product[:, place], norm)
+            product[:, place] = normed_by(ops, norm, product[:, place])
     factors = []
     if spec.position.query_growth:
         turns, grown = turns[:, :-1].contiguous(), turns[:, -1].real

@@ -21,9 +21,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMS norm: x over its root mean square (with eps under the root), times a scale."""
+    """x over its root mean square (with eps under the root), times a scale. is_centred: x without its mean, which makes
+    it a layer norm."""
 
     eps: float
+    is_centred: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class AttentionSpec:
     """window_tokens: a query at position p sees positions (p - window_tokens, p]; None: all of [0, p].
 
     head_norm: queries and keys pass this norm, head by head, before their position; None: they do not.
-    normed: "heads", each by itself; "turned", the same, after their position; "all", those of a token as one row.
+    normed: "heads", each by itself; "apart", the same, each with a scale of its own; "turned", after their position;
+        "all", those of a token as one row.
     score_factor: on the scores; None: one over the root of head_dim. score_cap: above 0, a score s becomes
         score_cap * tanh(s / score_cap).
     has_sinks: each head has a score of its own for seeing nothing, which takes its share of the softmax.
@@ -86,7 +89,7 @@ class AttentionSpec:
     head_norm: NormSpec | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    normed: Literal["heads", "turned", "all"] = "heads"
+    normed: Literal["heads", "apart", "turned", "all"] = "heads"
     score_factor: float | None = None
     score_cap: float = 0.0
     has_sinks: bool = False
@@ -174,15 +177,18 @@ class MixtureSpec:
         return small + self.router.num_chosen * self.expert.num_weights(hidden_size) + beside
 
 
+Places = Literal["before", "after", "both", "shared"]
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """norm: of all places. places: whether mixer and feed-forward are each given what a norm made of the residual
-    stream, or add what a norm made of their own output, or both."""
+    stream, or add what a norm made of their own output, or both; "shared": both are given what one norm made of it."""
 
     norm: NormSpec
     mixer: AttentionSpec
     feed_forward: MlpSpec | MixtureSpec
-    places: Literal["before", "after", "both"] = "before"
+    places: Places = "before"
 
     @property
     def widest(self) -> int:
@@ -245,8 +251,8 @@ class AttentionWeights:
     """qkv: [query_width + 2 kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
     head_dim]; sinks: float32 [num_heads]; None where the spec has none, or norms of all.
 
-    all_norms: of all queries, and of all keys, of a token. query_factors: [head_dim], what turned queries are
-        multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.
+    all_norms: of all queries, and of all keys, of a token, together or apart. query_factors: [head_dim], what turned
+        queries are multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.
     """
 
     spec: AttentionSpec

@@ -95,6 +95,22 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class LayerNorm(PackedNorm):
+    """Any backend's. weight: float32 [D], or [heads, D], of each of a row's heads; bias: [D]."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, D], or [T, heads * D] -> the same; a new tensor."""
+        if self.weight.dim() == 1:
+            return F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x.dtype)
+        heads = F.layer_norm(x.float().unflatten(1, self.weight.shape), self.weight.shape[1:], eps=self.eps)
+        return heads.mul_(self.weight).flatten(1).to(x.dtype)
+
+
+@dataclass(frozen=True)
 class Stack(PackedWeight):
     """Packed weights, the outputs of each beside those of the one before."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import NO_ROPE, AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec
+from splittime.kernels.layer import NO_ROPE, AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec, Places
 from splittime.models import parts
 from splittime.models.fields import Bounds, Fields, bad
 
@@ -138,8 +138,7 @@ class Architecture:
 
 
 def _llama(fields: Fields) -> tuple[LayerSpec, ...]:
-    is_biased = fields.flag("attention_bias", False)
-    mixers = parts.attention(fields, parts.no_windows(fields), qkv_bias=is_biased, output_bias=is_biased)
+    mixers = parts.attention(fields, parts.no_windows(fields), **_biases(fields))
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
 
 
@@ -160,18 +159,16 @@ def _qwen2(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _qwen3(fields: Fields) -> tuple[LayerSpec, ...]:
-    is_biased, norm = fields.flag("attention_bias", False), parts.norm(fields)
-    windows = parts.windows_by_layer(fields, SLIDING_WINDOW)
-    mixers = parts.attention(fields, windows, head_dim=128, head_norm=norm, qkv_bias=is_biased, output_bias=is_biased)
+    norm, windows = parts.norm(fields), parts.windows_by_layer(fields, SLIDING_WINDOW)
+    mixers = parts.attention(fields, windows, head_dim=128, head_norm=norm, **_biases(fields))
     return parts.layers(norm, mixers, parts.mlps(fields))
 
 
 def _qwen3_moe(fields: Fields) -> tuple[LayerSpec, ...]:
-    is_biased, norm = fields.flag("attention_bias", False), parts.norm(fields)
-    windows = parts.same_windows(fields, SLIDING_WINDOW)
+    norm, windows = parts.norm(fields), parts.same_windows(fields, SLIDING_WINDOW)
     if not fields.flag("use_sliding_window", False):
         windows = parts.no_windows(fields)
-    mixers = parts.attention(fields, windows, head_norm=norm, qkv_bias=is_biased, output_bias=is_biased)
+    mixers = parts.attention(fields, windows, head_norm=norm, **_biases(fields))
     router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
     return parts.layers(norm, mixers, parts.mixtures(fields, router))
 
@@ -311,7 +308,11 @@ def _granite_hybrid(fields: Fields) -> tuple[LayerSpec, ...]:
     layers = tuple(replace(one, feed_forward=MlpSpec(inner)) for one in plain)
     if fields.text("position_embedding_type", "nope") == "rope":
         return layers
-    return tuple(replace(one, mixer=replace(one.mixer, position=NO_ROPE)) for one in layers)
+    return tuple(map(_without_positions, layers))
+
+
+def _without_positions(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, mixer=replace(layer.mixer, position=NO_ROPE))
 
 
 def _phi3(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -343,20 +344,17 @@ def _normed_behind(mixer: AttentionSpec, eps: float) -> AttentionSpec:
     return replace(mixer, position=replace(mixer.position, factor_of_turned=1.0), head_norm=head_norm)
 
 
-def _olmo2(fields: Fields) -> tuple[LayerSpec, ...]:
-    return _olmo(fields, parts.no_windows(fields))
-
-
 def _olmo3(fields: Fields) -> tuple[LayerSpec, ...]:
     windows = parts.same_windows(fields, SLIDING_WINDOW)
     every = fields.count("sliding_window_pattern", 4)
     windows = parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows))
-    return _olmo(fields, windows, local_theta=500_000.0)
+    return _olmo(fields, windows, theta=500_000.0)
 
 
-def _olmo(fields: Fields, windows: parts.Windows, local_theta: float | None = None) -> tuple[LayerSpec, ...]:
-    norm = parts.norm(fields)
-    mixers = parts.attention(fields, windows, head_norm=norm, normed="all", local_theta=local_theta, **_biases(fields))
+def _olmo(fields: Fields, windows: parts.Windows | None = None, theta: float | None = None) -> tuple[LayerSpec, ...]:
+    """theta: of layers with windows."""
+    norm, windows = parts.norm(fields), windows or parts.no_windows(fields)
+    mixers = parts.attention(fields, windows, head_norm=norm, normed="all", local_theta=theta, **_biases(fields))
     return parts.layers(norm, mixers, parts.mlps(fields), "after")
 
 
@@ -372,10 +370,25 @@ def _exaone4(fields: Fields) -> tuple[LayerSpec, ...]:
     return parts.layers(norm, mixers, parts.mlps(fields), "after")
 
 
-def _glm(fields: Fields, places: parts.Places = "before") -> tuple[LayerSpec, ...]:
+def _glm(fields: Fields, places: Places = "before") -> tuple[LayerSpec, ...]:
     biases = {"qkv_bias": fields.flag("attention_bias", True)}
     mixers = parts.attention(fields, parts.no_windows(fields), partial=0.5, **biases)
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields), places)
+
+
+def _cohere(fields: Fields, windows: parts.Windows | None = None) -> tuple[LayerSpec, ...]:
+    norm = NormSpec(fields.number("layer_norm_eps", 1e-5), is_centred=True)
+    head_norm, normed = (norm, "apart") if fields.flag("use_qk_norm", False) else (None, "heads")
+    windows = windows or parts.no_windows(fields)
+    mixers = parts.attention(fields, windows, head_norm=head_norm, normed=normed, **_biases(fields))
+    return parts.layers(norm, mixers, parts.mlps(fields), "shared")
+
+
+def _cohere2(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Only layers with windows know positions."""
+    every, windows = fields.count("sliding_window_pattern", 4), parts.same_windows(fields, SLIDING_WINDOW)
+    layers = _cohere(fields, parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows)))
+    return tuple(one if one.mixer.window_tokens else _without_positions(one) for one in layers)
 
 
 def _gemma(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -384,25 +397,22 @@ def _gemma(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _gemma2(fields: Fields) -> tuple[LayerSpec, ...]:
-    return _sandwiched(fields, 2, score_cap=fields.number_or_zero("attn_logit_softcapping"))
+    return _sandwiched(fields, 2, cap=fields.number_or_zero("attn_logit_softcapping"))
 
 
 def _sandwiched(
-    fields: Fields,
-    every: int,
-    local_theta: float | None = None,
-    head_norm: NormSpec | None = None,
-    score_cap: float = 0.0,
+    fields: Fields, every: int, local_theta: float | None = None, head_norm: NormSpec | None = None, cap: float = 0.0
 ) -> tuple[LayerSpec, ...]:
     windows = parts.same_windows(fields, SLIDING_WINDOW)
     windows = parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows))
+    factor = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     mixers = parts.attention(
         fields,
         windows,
         local_theta=local_theta,
         head_norm=head_norm,
-        score_factor=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        score_cap=score_cap,
+        score_factor=factor,
+        score_cap=cap,
         **_biases(fields),
     )
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, activation="gelu_tanh"), "both")
@@ -471,6 +481,12 @@ MELLUM_ROPES = {
     parts.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 SHORT_EPS = {"rms_norm_eps": 1e-5}
+COHERE = Architecture(
+    _cohere,
+    LayerNames(rows_are_paired=True),
+    lambda fields: Ends(logits_factor=fields.number("logit_scale", 0.0625)),
+    defaults={"rope_theta": 5e5, "tie_word_embeddings": True},
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(_llama),
@@ -518,7 +534,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ministral3, defaults={"head_dim": 128, "rope_parameters": MINISTRAL_YARN, **SHORT_EPS}
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(_hunyuan, HUNYUAN, defaults=SHORT_EPS),
-    "Olmo2ForCausalLM": Architecture(_olmo2, defaults=SHORT_EPS),
+    "Olmo2ForCausalLM": Architecture(_olmo, defaults=SHORT_EPS),
     "Olmo3ForCausalLM": Architecture(_olmo3, defaults={"rope_theta": 5e5, **SHORT_EPS}),
     "Exaone4ForCausalLM": Architecture(_exaone4, defaults=SHORT_EPS),
     "GlmForCausalLM": Architecture(_glm, GLM, defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7}),
@@ -527,6 +543,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         replace(GLM, norm_after_mixer="post_self_attn_layernorm", norm_after_mlp="post_mlp_layernorm"),
         defaults={"head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": replace(COHERE, compose=_cohere2, defaults={"tie_word_embeddings": True}),
     "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),

@@ -33,14 +33,8 @@ from splittime.models.weights.formats.recipe import Recipe
 
 NAME = "generation_config.json"
 HINT = "--generation-config vllm leaves the file's sampling alone"
-FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+FIELDS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+FIELDS |= {"max_new_tokens": "max_tokens"}
 """Names in the file, and in `SamplingParams`."""
 
 
@@ -159,9 +153,7 @@ def config_of(name: str, fields: Fields) -> ModelConfig:
         tie_word_embeddings=not architecture.has_head or fields.flag("tie_word_embeddings", False),
         checkpoint_dtype=parts.dtype_of(fields),
         eos_token_ids=fields.ints("eos_token_id", ids),
-        embedding_factor=ends.embedding_factor,
-        logits_factor=ends.logits_factor,
-        logits_cap=ends.logits_cap,
+        **ends._asdict(),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
+from splittime.kernels.compose import normed_by
 from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
 from splittime.kernels.low_rank import AdapterUse
 from splittime.models.config import ModelConfig
@@ -109,7 +110,7 @@ class Decoder:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Returns what the head is given for rows of what `forward` returned."""
-        return self.ops.rms_norm(hidden, self.final_norm)
+        return normed_by(self.ops, self.final_norm, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden], rows of what `forward` returned -> float32 [N, vocab]."""

@@ -16,7 +16,7 @@ import msgspec
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Pooling
 from splittime.models.fields import EPSILON, LAYERS, LIMITS, THETA, Bounds, Fields, bad, read_json
-from splittime.models.parts import dtype_of
+from splittime.models.parts import LAYER_KINDS, dtype_of
 from splittime.models.pooling import MODULES, read_pooling
 
 _BODIES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}  # and what its tensors' names begin with
@@ -26,10 +26,8 @@ MODERN = "ModernBert"
 ENCODERS = {f"{body}{head}": body for body in _BODIES for head in _HEADS}
 ENCODERS |= {f"{MODERN}{head}": MODERN for head in ("Model", "ForMaskedLM")}
 _BIASED = {"attention_bias": "attn.", "mlp_bias": "mlp.", "norm_bias": "norm"}  # and what names of these parts have
-LAYER_TYPES = ("full_attention", "sliding_attention")
 ACTIVATIONS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # and how torch is to approximate it
 _LIMITS = LIMITS | {
-    "layer_norm_eps": EPSILON,
     "type_vocab_size": Bounds(1, 1024),
     "pad_token_id": Bounds(0, 1 << 24),
     "norm_eps": EPSILON,
@@ -147,9 +145,9 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
 def _modern_layers(values: dict[str, Any], fields: Fields) -> tuple[ModernLayer, ...]:
     """Returns the layers as `layer_types` names them, else each `global_attn_every_n_layers`-th attends to all."""
     num_layers, every = fields.count("num_hidden_layers"), fields.count("global_attn_every_n_layers", 3)
-    kinds = values.get("layer_types") or [LAYER_TYPES[number % every > 0] for number in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in LAYER_TYPES for kind in kinds):
-        raise bad("layer_types", kinds, f"a list of {num_layers} names from {', '.join(LAYER_TYPES)}")
+    kinds = values.get("layer_types") or [LAYER_KINDS[number % every > 0] for number in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in LAYER_KINDS for kind in kinds):
+        raise bad("layer_types", kinds, f"a list of {num_layers} names from {', '.join(LAYER_KINDS)}")
     nearby = fields.count("local_attention", 128) // 2
     whole = fields.number("global_rope_theta", 160_000.0)
     near = whole if values.get("local_rope_theta", 0) is None else fields.number("local_rope_theta", 10_000.0)
@@ -160,8 +158,8 @@ def _modern_layers(values: dict[str, Any], fields: Fields) -> tuple[ModernLayer,
 def _theta(values: dict[str, Any], kind: str, default: float) -> float:
     """Returns the base of the turns of a kind of layer, of which `rope_parameters` may say more."""
     given = values.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not all(name in LAYER_TYPES and isinstance(given[name], dict) for name in given):
-        raise bad("rope_parameters", given, f"an object with one of {' and '.join(LAYER_TYPES)} (of an encoder)")
+    if not isinstance(given, dict) or not all(name in LAYER_KINDS and isinstance(given[name], dict) for name in given):
+        raise bad("rope_parameters", given, f"an object with one of {' and '.join(LAYER_KINDS)} (of an encoder)")
     fields = Fields(given.get(kind, {}), f"rope_parameters.{kind}.", limits=_LIMITS)
     if fields.text("rope_type", "default") != "default":
         raise fields.bad("rope_type", fields.values["rope_type"], "default (of an encoder)")

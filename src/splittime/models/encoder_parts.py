@@ -10,18 +10,9 @@ from torch.nn import functional
 
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.layer import PackedWeight
+from splittime.kernels.plain import LayerNorm
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.weights.checkpoint import Checkpoint
-
-
-@dataclass(frozen=True)
-class LayerNorm:
-    weight: Tensor
-    bias: Tensor | None
-    epsilon: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Reading typed values out of a `config.json`: each error names the key, the value that it had, and the limit.
 
-`LIMITS` says how large the numbers of a stranger's config may be: one row a field, read before anything is allocated by
+`LIMITS` says how large the numbers of a stranger's config may be, read before anything is allocated by
 it. A checkpoint is somebody else's file, and a size in it costs memory as soon as it is believed: a tuple with an entry
 a layer, a table with a row a position. Each bound is 8 times or more what any published model has, so it refuses no
 model; it keeps each size small enough to be multiplied and looped over. Whether all of them together fit the machine is
@@ -40,67 +40,31 @@ SOME_LAYERS, SOME_EXPERTS = Bounds(0, 4096), Bounds(0, 8192)
 WIDTH, VOCABULARY = Bounds(1, 1 << 20), Bounds(1, 1 << 24)
 HEAD_DIM, POSITIONS = Bounds(1, 8192), Bounds(1, 1 << 27)
 EPSILON, THETA, FACTOR = Bounds(1e-20, 1.0), Bounds(1e-3, 1e15), Bounds(1e-3, 1e6)
+SOME_FACTOR = Bounds(0.0, 1e6)
 
 LIMITS: dict[str, Bounds] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "moe_intermediate_size": WIDTH,
-    "shared_expert_intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "group_size"), WIDTH),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "decoder_sparse_step", "moe_layer_interval"), LAYERS),
+    **dict.fromkeys(("no_rope_layer_interval", "sliding_window_pattern"), LAYERS),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), SOME_LAYERS),
+    **{"moe_layer_end_index": Bounds(-1, 4096), "vocab_size": VOCABULARY, "head_dim": HEAD_DIM},
     "max_window_layers": Bounds(0, 1 << 20),  # compared only: Qwen2 has more of them than layers
-    "decoder_sparse_step": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": HEAD_DIM,
-    "max_position_embeddings": POSITIONS,
-    "original_max_position_embeddings": POSITIONS,
-    "sliding_window": POSITIONS,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "num_experts_per_tok": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "moe_num_experts": EXPERTS,
-    "moe_k": EXPERTS,
-    "n_shared_experts": SOME_EXPERTS,
-    "moe_num_shared_experts": SOME_EXPERTS,
-    "n_group": EXPERTS,
-    "topk_group": EXPERTS,
-    "routed_scaling_factor": FACTOR,
-    "first_k_dense_replace": SOME_LAYERS,
-    "moe_layer_start_index": SOME_LAYERS,
-    "moe_layer_end_index": Bounds(-1, 4096),
-    "moe_layer_interval": LAYERS,
-    "moe_norm_min": EPSILON,
-    "swiglu_alpha": FACTOR,
-    "swiglu_limit": FACTOR,
-    "rms_norm_eps": EPSILON,
-    "rope_theta": THETA,
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), HEADS),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings", "sliding_window"), POSITIONS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), EXPERTS),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), SOME_EXPERTS),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "moe_norm_min"), EPSILON),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), THETA),
     "partial_rotary_factor": Bounds(0.0, 1.0),
-    "factor": FACTOR,
-    "low_freq_factor": FACTOR,
-    "high_freq_factor": FACTOR,
-    "attention_factor": FACTOR,
-    "beta_fast": FACTOR,
-    "beta_slow": FACTOR,
-    "mscale": Bounds(0.0, 1e6),
-    "mscale_all_dim": Bounds(0.0, 1e6),
-    "no_rope_layer_interval": LAYERS,
-    "embedding_multiplier": FACTOR,
-    "attention_multiplier": FACTOR,
-    "residual_multiplier": FACTOR,
-    "logits_scaling": FACTOR,
-    "alpha": FACTOR,
-    "llama_4_scaling_beta": Bounds(0.0, 1e6),
-    "shared_intermediate_size": WIDTH,
-    "sliding_window_pattern": LAYERS,
-    "query_pre_attn_scalar": FACTOR,
-    "attn_logit_softcapping": FACTOR,
-    "final_logit_softcapping": FACTOR,
-    "rope_local_base_freq": THETA,
-    "bits": Bounds(1, 64),
-    "num_bits": Bounds(1, 64),
-    "group_size": WIDTH,
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "alpha"), FACTOR),
+    **dict.fromkeys(("beta_fast", "beta_slow", "swiglu_alpha", "swiglu_limit", "routed_scaling_factor"), FACTOR),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), FACTOR),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "query_pre_attn_scalar"), FACTOR),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), FACTOR),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "llama_4_scaling_beta"), SOME_FACTOR),
+    **dict.fromkeys(("bits", "num_bits"), Bounds(1, 64)),
 }
 """By the name in config.json."""
 

@@ -15,7 +15,7 @@ other.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import (
@@ -26,6 +26,7 @@ from splittime.kernels.layer import (
     MixtureSpec,
     MlpSpec,
     NormSpec,
+    Places,
     RopeSpec,
     RouterSpec,
 )
@@ -206,7 +207,6 @@ def _shown(rope: RopeSpec) -> str:
 
 
 Windows = tuple[int | None, ...]  # of each layer, in tokens
-Places = Literal["before", "after", "both"]
 
 
 def layers(

@@ -54,11 +54,16 @@ class SharedLayer:
     def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
         assert not uses, "ranks share no adapters"
         ops, layer = self.ops, self.weights
-        mixed = attend(ops, layer.mixer, normed_by(ops, layer.mixer_norm, hidden), turns, kv, plan)
-        output = layer.mixer.output
-        hidden = self._added(lambda residual: ops.linear(mixed, output, residual), hidden, layer.norm_after_mixer)
-        normed, part = normed_by(ops, layer.feed_forward_norm, hidden), layer.feed_forward
-        after = layer.norm_after_feed_forward
+        output, part, given = layer.mixer.output, layer.feed_forward, normed_by(ops, layer.mixer_norm, hidden)
+        mixed = attend(ops, layer.mixer, given, turns, kv, plan)
+
+        def attended(residual: Tensor | None) -> Tensor:
+            return ops.linear(mixed, output, residual)
+
+        if layer.spec.places == "shared":  # one sum for both
+            return self._added(lambda residual: feed_forward(ops, part, given, attended(residual)), hidden, None)
+        hidden = self._added(attended, hidden, layer.norm_after_mixer)
+        normed, after = normed_by(ops, layer.feed_forward_norm, hidden), layer.norm_after_feed_forward
         return self._added(lambda residual: feed_forward(ops, part, normed, residual), hidden, after)
 
     def _added(self, part: Callable[[Tensor | None], Tensor], hidden: Tensor, after: PackedNorm | None) -> Tensor:

@@ -62,9 +62,8 @@ def check_eight_bits(asked: str | None, kernels: str) -> None:
 def check_adapters(config: RunnerConfig, kernels: str) -> None:
     if config.enable_lora and kernels == "triton":
         message = "enable_lora does not go with the triton kernels: adapters are served on a CPU"
-        raise ConfigError(
-            message, param="enable_lora", value=kernels, hint="kernels=native, or leave --enable-lora out"
-        )
+        hint = "kernels=native, or leave --enable-lora out"
+        raise ConfigError(message, param="enable_lora", value=kernels, hint=hint)
 
 
 def _parts_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -96,8 +95,9 @@ def _tell(words: str) -> None:
 
 
 def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
-    if config.tensor_parallel_size > 1 and any(layer.mixer.normed == "all" for layer in model.layers):
-        message = f"{model.architecture} norms the queries of all heads together, which ranks do not share"
+    how = {"all": "together", "apart": "by scales of their own"}.get(model.layers[0].mixer.normed)
+    if config.tensor_parallel_size > 1 and how is not None:
+        message = f"{model.architecture} norms the queries of all heads {how}, which ranks do not share"
         hint = "leave tensor_parallel_size out"
         raise ConfigError(message, param="tensor_parallel_size", value=config.tensor_parallel_size, limit=1, hint=hint)
 
@@ -130,12 +130,11 @@ def check_speculation(config: RunnerConfig, model: ModelConfig, kernels: str) ->
 
 
 def _check_vocabulary(drafting: ModelConfig, model: ModelConfig, path: str) -> None:
-    if drafting.vocab_size != model.vocab_size:
-        message = f"the draft model {path} has {drafting.vocab_size} tokens, and the model has {model.vocab_size}"
+    found, wanted = drafting.vocab_size, model.vocab_size
+    if found != wanted:
+        message = f"the draft model {path} has {found} tokens, and the model has {wanted}"
         hint = "a draft model needs the model's tokenizer: a smaller one of the same family"
-        raise ConfigError(
-            message, param="speculative_config", value=drafting.vocab_size, limit=model.vocab_size, hint=hint
-        )
+        raise ConfigError(message, param="speculative_config", value=found, limit=wanted, hint=hint)
 
 
 def _check_fewer_bits(asked: str, config: RunnerConfig, model: ModelConfig) -> None:
@@ -161,16 +160,10 @@ def check_activations(asked: str, plan: WeightPlan, ops: Ops) -> None:
 
 
 def check_share_of_card(config: RunnerConfig, ops: Ops) -> None:
-    if ops.device.type == "cpu" and config.gpu_memory_utilization != GPU_MEMORY_UTILIZATION:
-        message = (
-            f"gpu_memory_utilization is {config.gpu_memory_utilization}, but the {ops.name} kernels run on the CPU"
-        )
-        raise ConfigError(
-            message,
-            param="gpu_memory_utilization",
-            value=config.gpu_memory_utilization,
-            hint="kv_cache_memory_bytes bounds the KV cache here",
-        )
+    share, name = config.gpu_memory_utilization, "gpu_memory_utilization"
+    if ops.device.type == "cpu" and share != GPU_MEMORY_UTILIZATION:
+        message = f"{name} is {share}, but the {ops.name} kernels run on the CPU"
+        raise ConfigError(message, param=name, value=share, hint="kv_cache_memory_bytes bounds the KV cache here")
 
 
 def check_load_format(asked: str, path: Path, model: ModelConfig) -> None:
@@ -204,6 +197,5 @@ def check_sharing(config: RunnerConfig, kernels: str) -> None:
     obstacles = config.sharing_obstacles(kernels) if config.kv_peers or config.kv_export else []
     if obstacles:
         message = f"blocks of KV cache are not shared with {obstacles[0]}"
-        raise ConfigError(
-            message, param="kv_peers", value=list(config.kv_peers), hint="leave kv_peers and kv_export out"
-        )
+        hint = "leave kv_peers and kv_export out"
+        raise ConfigError(message, param="kv_peers", value=list(config.kv_peers), hint=hint)

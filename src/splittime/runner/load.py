@@ -216,9 +216,7 @@ def _fitting(config: RunnerConfig, ops: Ops, on_layer: OnLayer) -> OnLayer:
         each = (num_bytes - first_bytes) // (done - 1) if done > 1 else 0
         needed = num_bytes + each * min(total - done, 1 if done < SURE_LAYERS else total)
         if needed > room:
-            message = (
-                f"{done} of {total} layers take {num_bytes} bytes; with the rest they are more than is free, {room}"
-            )
+            message = f"{done} of {total} layers take {num_bytes} bytes; with the rest more than is free, {room}"
             raise ConfigError(message, param="model", value=config.model_path, limit=room, hint="--quantization int4")
         on_layer(done, total, num_bytes)
 

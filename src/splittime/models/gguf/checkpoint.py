@@ -33,17 +33,12 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 IN_LAYER = {
     "input_norm": "attn_norm",
     "mlp_norm": "ffn_norm",
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "output": "attn_output",
-    "query_norm": "attn_q_norm",
-    "key_norm": "attn_k_norm",
+    **{"query": "attn_q", "key": "attn_k", "value": "attn_v", "output": "attn_output", "qkv": "attn_qkv"},
+    **{"query_norm": "attn_q_norm", "key_norm": "attn_k_norm"},
     "router": "ffn_gate_inp",
     "correction": "exp_probs_b",
     "sinks": "attn_sinks",
     "shared_gate": "ffn_gate_inp_shexp",
-    "qkv": "attn_qkv",
     "gate_up": "ffn_up",
 }
 """By the fields of `LayerNames`."""

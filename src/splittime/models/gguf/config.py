@@ -74,6 +74,7 @@ FACTORS = {
     **{"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"},
     **{"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"},
 }
+COHERE = {"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"}
 CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 MISTRAL = {"llama_4_scaling_beta": "attention.temperature_scale", "mscale_all_dim": "rope.scaling.yarn_log_multiplier"}
 STRETCH = {"attention_factor": "rope.scaling.attn_factor"}
@@ -127,6 +128,8 @@ FAMILIES = {
     "exaone4": Family("Exaone4ForCausalLM", PATTERN),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM"),
     "mistral3": Family("Ministral3ForCausalLM", in_rope=MISTRAL),
+    "command-r": Family("CohereForCausalLM", COHERE),
+    "cohere2": Family("Cohere2ForCausalLM", {**COHERE, **WINDOW}),
     "gpt-oss": Family("GptOssForCausalLM", {**WINDOW, **EXPERTS}, given={"truncate": False}),
 }
 """By `general.architecture`."""
@@ -357,12 +360,13 @@ def _divisors(model: GgufModel, name: str, count: int) -> tuple[float, ...]:
 
 def _dtype(model: GgufModel) -> str:
     """The widest of the matrices that are multiplied and floats; beside integers alone nothing is gained by more than
-    bfloat16. Routers, gates and biases do not count: converters widen them to float32, whatever the model was."""
+    bfloat16. Routers, gates, norms and biases do not count: converters widen them to float32."""
     is_looked_up = "output.weight" in model.file_of
     kinds = {
         file.tensors[name].type
         for name, file in model.file_of.items()
-        if len(file.tensors[name].shape) > 1 and name.endswith(".weight") and ".ffn_gate_inp" not in name
+        if len(file.tensors[name].shape) > 1 and name.endswith(".weight")
+        if not (name.endswith("_norm.weight") or ".ffn_gate_inp" in name)
         if not (is_looked_up and name == "token_embd.weight")
     }
     names = {kind.name for kind in kinds if not kind.has_integers}

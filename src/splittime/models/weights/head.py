@@ -8,12 +8,11 @@ import torch
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import PackedNorm, PackedWeight
-from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder, position_of
 from splittime.models.head import PREFIX, HeadDecoder, HiddenFeatures
 from splittime.models.quant.plan import WeightPlan
-from splittime.models.weights.layer import LayerBuilder, norm_scale
+from splittime.models.weights.layer import LayerBuilder, take_norm
 from splittime.models.weights.load import open_source, runnable
 from splittime.models.weights.packing import Packer, WeightRows
 
@@ -34,8 +33,7 @@ def load_head(
     source = packer.source
 
     def norm(name: str) -> PackedNorm:
-        scale = norm_scale(packer, layer_names(config.architecture), f"{PREFIX}{name}", hidden_size)
-        return ops.pack_norm(scale, config.norm.eps)
+        return take_norm(packer, config, config.norm, f"{PREFIX}{name}")
 
     joined = WeightRows(source.take_linear(f"{PREFIX}input_proj", hidden_size, 2 * hidden_size))
     return HeadDecoder(

@@ -11,16 +11,33 @@ import torch
 from torch import Tensor
 
 from splittime.kernels import layer
+from splittime.kernels.api import Ops
+from splittime.kernels.plain import LayerNorm
 from splittime.models.architectures import LayerNames, MlpNames, layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.packing import Packer, WeightRows
 
 
-def norm_scale(packer: Packer, names: LayerNames, module: str, width: int) -> Tensor:
+def norm_scale(packer: Packer, names: LayerNames, module: str, *shape: int) -> Tensor:
     """Returns the scale of a norm, a copy."""
-    scale = packer.source.take(f"{module}.weight", width)
+    scale = packer.source.take(f"{module}.weight", *shape)
     return (scale.float() + 1 if names.norms_less_one else scale).to(packer.ops.activation_dtype, copy=True)
+
+
+def pack_norm(ops: Ops, spec: layer.NormSpec, scale: Tensor) -> layer.PackedNorm:
+    wide = scale.to(ops.device, torch.float32)
+    return LayerNorm(wide, None, spec.eps) if spec.is_centred else ops.pack_norm(scale, spec.eps)
+
+
+def take_norm(packer: Packer, config: ModelConfig, spec: layer.NormSpec, module: str) -> layer.PackedNorm:
+    """Returns a norm of the residual stream."""
+    return pack_norm(packer.ops, spec, norm_scale(packer, layer_names(config.architecture), module, config.hidden_size))
+
+
+BEFORE, AFTER = ("mixer_norm", "feed_forward_norm"), ("norm_after_mixer", "norm_after_feed_forward")
+NORMS = {"before": BEFORE, "after": AFTER, "both": BEFORE + AFTER, "shared": BEFORE[:1]}
+"""Of `LayerWeights`, by the places that a layer has them in."""
 
 
 class HeadNorms(NamedTuple):
@@ -37,7 +54,7 @@ class LayerBuilder:
     def __init__(self, packer: Packer, config: ModelConfig, plan: WeightPlan, index: int, prefix: str = "") -> None:
         """prefix: of its tensors' names, where it is no layer of the model's trunk."""
         self.packer = packer
-        self.spec = config.layers[index]
+        self.config, self.spec = config, config.layers[index]
         self.hidden_size = config.hidden_size
         self.names = layer_names(config.architecture)
         self.ops = packer.ops
@@ -46,18 +63,18 @@ class LayerBuilder:
         self.prefix = prefix or f"model.layers.{index}."
 
     def build(self) -> layer.LayerWeights:
-        spec, names, places = self.spec.feed_forward, self.names, self.spec.places
-        norms = {}
-        if places != "after":
-            norms = {"mixer_norm": names.input_norm, "feed_forward_norm": names.mlp_norm}
-        if places != "before":
-            norms |= {"norm_after_mixer": names.norm_after_mixer, "norm_after_feed_forward": names.norm_after_mlp}
+        spec, names, norm = self.spec.feed_forward, self.names, self.spec.norm
+        modules = names.input_norm, names.mlp_norm, names.norm_after_mixer, names.norm_after_mlp
+        norms = {
+            key: take_norm(self.packer, self.config, norm, self.prefix + module)
+            for key, module in zip(BEFORE + AFTER, modules, strict=True)
+            if key in NORMS[self.spec.places]
+        }
         return layer.LayerWeights(
             spec=self.spec,
             feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, layer.MlpSpec) else self._mixture(spec),
             mixer=self._attention(),
-            **dict.fromkeys(("mixer_norm", "feed_forward_norm"))
-            | {key: self._norm(name) for key, name in norms.items()},
+            **{**dict.fromkeys(BEFORE), **norms},
         )
 
     def _take(self, name: str, *shape: int) -> Tensor:
@@ -72,12 +89,6 @@ class LayerBuilder:
     def _turned_dims(self) -> int:
         """Returns how many elements of a head are in pairs; where none are, their order does not matter."""
         return self.spec.mixer.position.turned_dims(self.spec.mixer.head_dim)
-
-    def _take_norm(self, name: str, width: int) -> Tensor:
-        return norm_scale(self.packer, self.names, self.prefix + name, width)
-
-    def _norm(self, name: str) -> layer.PackedNorm:
-        return self.ops.pack_norm(self._take_norm(name, self.hidden_size), self.spec.norm.eps)
 
     def _pack(
         self,
@@ -131,14 +142,15 @@ class LayerBuilder:
         [num_heads + num_kv_heads, head_dim]. Behind the position, the scales of keys are put on the queries: what is
         kept is the same for both, and so are the scores."""
         spec, names = self.spec.mixer, self.names
-        is_all = spec.normed == "all"
-        widths = (spec.query_width, spec.kv_width) if is_all else (spec.head_dim,) * 2
+        apart = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
+        found = {"all": ((spec.query_width,), (spec.kv_width,)), "apart": apart}
+        shapes = found.get(spec.normed, ((spec.head_dim,),) * 2)
         query, key = (
-            self._paired(self._take_norm(name, width))
-            for name, width in zip((names.query_norm, names.key_norm), widths, strict=True)
+            self._paired(norm_scale(self.packer, names, self.prefix + name, *shape).flatten()).view(shape)
+            for name, shape in zip((names.query_norm, names.key_norm), shapes, strict=True)
         )
-        if is_all:
-            return HeadNorms(of_all=(self.ops.pack_norm(query, norm.eps), self.ops.pack_norm(key, norm.eps)))
+        if spec.normed in found:
+            return HeadNorms(of_all=(pack_norm(self.ops, norm, query), pack_norm(self.ops, norm, key)))
         factors = None
         if spec.normed == "turned":
             factors = (query * key).to(self.ops.device)

@@ -31,7 +31,7 @@ from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.ranks import Ranks, SharedLayer
 from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.layer import LayerBuilder, norm_scale
+from splittime.models.weights.layer import LayerBuilder, take_norm
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, WeightRows
 from splittime.models.weights.shards import CutSource, own_config
@@ -219,10 +219,9 @@ class _Model:
         embedding = _on_device(source.take_table(EMBEDDING, config.vocab_size, config.hidden_size), config, ops)
         head = self.packer.linear("lm_head", [WeightRows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        norm = norm_scale(self.packer, layer_names(config.architecture), "model.norm", config.hidden_size)
         kinds = dict.fromkeys(map(position_of, config.layers))
         turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in kinds}
-        final_norm = ops.pack_norm(norm, config.norm.eps)
+        final_norm = take_norm(self.packer, config, config.norm, "model.norm")
         return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks)
 
     def _layer(self, index: int) -> RunnableLayer:
