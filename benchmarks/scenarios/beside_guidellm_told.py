@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Ending, Outcome, Run, load_run
-from splittime.bench.own_book import sent_as
+from splittime.bench.servers import sent_as
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_from_json
 from splittime.ledger.derive import percentile

@@ -35,9 +35,9 @@ from benchmarks.scenarios.foreign_cases import CASES, Case
 from splittime.bench.book.records import Run, load_run, save
 from splittime.bench.draw import draw_for
 from splittime.bench.event_loop import run_loop
+from splittime.bench.join_view import server_view
 from splittime.bench.observation import Observation, observe
 from splittime.bench.run import run_schedule
-from splittime.bench.server_view import server_view
 from splittime.diagnose.books import Books, books_from_run
 from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.finding import Finding

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splittime.bench.book import figures, requests
-from splittime.bench.book.rates import DEFINITIONS, RateWindow, Trend, concurrency, drift, rate, rate_window
+from splittime.bench.book.figures import DEFINITIONS, RateWindow, Trend, concurrency, drift, rate, rate_window
 from splittime.bench.book.records import Ending, Phase
 from splittime.bench.book.requests import PER_REQUEST, SERIES, all_series, complete, per_request, series, token_arrivals
 from splittime.ledger import derive

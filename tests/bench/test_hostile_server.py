@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.bench import client as client_module
-from splittime.bench import own_book, servers
+from splittime.bench import servers
 from splittime.bench.alarm import Alarm
 from splittime.bench.book.records import Ending, load_run, save
 from splittime.bench.event_loop import run_loop
@@ -251,17 +251,17 @@ def test_a_ledger_that_keeps_silent_is_not_asked_for_hours(monkeypatch):
         asked.append(request_id)
         return []
 
-    monkeypatch.setattr(own_book, "_one", silent)
-    monkeypatch.setattr(own_book, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(servers, "_one", silent)
+    monkeypatch.setattr(servers, "PATIENCE_S", 0.0)
 
     async def main():
         outcomes = [msgspec.structs.replace(outcome(i), request_id=f"r-{i}") for i in range(200)]
         async with aiohttp.ClientSession() as session:
             target = Target(url="http://127.0.0.1:1")
-            return await own_book.fetch(session, servers.Arm(url=target.url, kind="splittime"), target, outcomes)
+            return await servers.fetch(session, servers.Arm(url=target.url, kind="splittime"), target, outcomes)
 
     assert "200 of 200" in asyncio.run(main()).notes[0]
-    assert len(asked) == own_book.AT_ONCE
+    assert len(asked) == servers.AT_ONCE
 
 
 # ---- what reaches the terminal

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from splittime.bench.book.figures import summary
-from splittime.bench.book.rates import DEFINITIONS
+from splittime.bench.book.figures import DEFINITIONS, summary
 from splittime.bench.book.records import Ending, RunCheck
 from splittime.bench.report.table import LEAST_MISSED, STATISTICS, digits, ms, render
 from splittime.cli.bench_compare import render_comparison

@@ -10,10 +10,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from splittime.bench import own_book
+from splittime.bench import servers
 from splittime.bench.book.figures import summary
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase
-from splittime.bench.own_book import by_request, fetch, sent_as
+from splittime.bench.servers import by_request, fetch, sent_as
 from splittime.ledger.account import Account, ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import ServerFacts
@@ -115,7 +115,7 @@ def test_what_was_not_sent_is_not_asked_for() -> None:
 
 
 def test_an_account_that_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_book, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(servers, "PATIENCE_S", 60.0)
     ledger = Ledger([account("a")], {"b": [account("b")]}, after_questions=2)
     arm = fetched(ledger, sent("a", "b"))
     assert [one.request_id for one in arm.accounts] == ["a", "b"]
@@ -124,7 +124,7 @@ def test_an_account_that_closes_late_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_stays_missing_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_book, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(servers, "PATIENCE_S", 0.0)
     arm = fetched(Ledger([account("a")]), sent("a", "b", "c"), notes=("An older note.",))
     assert [one.request_id for one in arm.accounts] == ["a"]
     assert arm.notes[0] == "An older note."
@@ -133,9 +133,9 @@ def test_what_stays_missing_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_choices_of_a_request_even_where_the_list_begins_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_book, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(servers, "PATIENCE_S", 60.0)
     choices = [account(f"a-{place}", "cmpl-a", start_ns=1000 + place) for place in range(3)]
-    others = [account(f"x{place}") for place in range(own_book.MARGIN - 1)]
+    others = [account(f"x{place}") for place in range(servers.MARGIN - 1)]
     ledger = Ledger([*choices, *others], {"a": choices})  # of 202 in the list, 201 are given
     arm = fetched(ledger, sent("a"))
     assert [one.request_id for one in arm.accounts] == ["a-0", "a-1", "a-2"]
@@ -150,7 +150,7 @@ def test_steps_of_the_accounts_time_only() -> None:
 
 
 def test_first_steps_that_are_no_longer_kept_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_book, "MAX_LIMIT", 2)
+    monkeypatch.setattr(servers, "MAX_LIMIT", 2)
     arm = fetched(Ledger([account("a", step_id=6)], steps=[step(7, 1040, 1060), step(8, 1070, 1080)]), sent("a"))
     assert [one.step_id for one in arm.steps] == [7, 8]
     assert "last 2 steps" in arm.notes[0]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from splittime.bench.book.rates import DEFINITIONS
+from splittime.bench.book.figures import DEFINITIONS
 from splittime.bench.book.records import Arm, Ending, RunCheck
 from splittime.bench.book.slo import parse_slo
 from splittime.bench.report.table import digits, ends, ms, percent, render

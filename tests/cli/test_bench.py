@@ -17,7 +17,8 @@ from splittime.bench.book.records import Ending, load_run
 from splittime.bench.schedule import load_schedule
 from splittime.bench.share import Progress
 from splittime.bench.spec import LoadSpec
-from splittime.cli import bench_flags, bench_run
+from splittime.cli import bench as bench_command
+from splittime.cli import bench_flags
 from splittime.cli.bench_flags import exit_code
 from splittime.cli.main import app
 from splittime.core.errors import ConfigError
@@ -113,8 +114,8 @@ def interrupted_when(monkeypatch, is_time):
     def watched(console, is_closed):
         yield lambda progress: stop.set() if is_time(progress) else None
 
-    monkeypatch.setattr("splittime.cli.bench_run.interrupted", lambda: stop)
-    monkeypatch.setattr("splittime.cli.bench_run.shown_live", watched)
+    monkeypatch.setattr("splittime.cli.bench.interrupted", lambda: stop)
+    monkeypatch.setattr("splittime.cli.bench.shown_live", watched)
     return stop
 
 
@@ -233,7 +234,7 @@ def shown(elapsed_s, is_closed):
         ends_at_s=20.0,
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(bench_run.view(progress, is_closed))
+    console.print(bench_command.view(progress, is_closed))
     return console.export_text()
 
 

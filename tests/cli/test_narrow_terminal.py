@@ -8,7 +8,7 @@ from rich.console import Console
 
 from splittime.assemble.settings import Settings, Value, load
 from splittime.bench.share import Progress
-from splittime.cli.bench_run import shown_live, view
+from splittime.cli.bench import shown_live, view
 from splittime.cli.serve import PACKAGED, SMALL, StartTimeline, announce, configuration, curl
 from splittime.present.terminal import WordWriter
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, Sample
-from splittime.bench.server_view import SEEN, render_server_view, server_view
+from splittime.bench.join_view import SEEN, render_server_view, server_view
 from splittime.wire.dialects import DIALECTS, RESTARTED, Notation, parse, read, values
 
 FIXTURES = Path(__file__).parents[1] / "bench" / "fixtures"

@@ -37,7 +37,7 @@ from statistics import median_low
 import msgspec
 
 from splittime.bench.book.records import Ending, Outcome, Run
-from splittime.bench.own_book import by_request
+from splittime.bench.servers import by_request
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import Cause, Stage

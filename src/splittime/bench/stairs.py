@@ -24,8 +24,8 @@ import msgspec
 from splittime.bench import servers
 from splittime.bench.book.records import Arm
 from splittime.bench.draw import draw
-from splittime.bench.own_book import converted
 from splittime.bench.run import run_schedule
+from splittime.bench.servers import converted
 from splittime.bench.spec import LoadSpec
 from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts

@@ -67,8 +67,7 @@ def books(
     """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
     from splittime.bench.book.records import load_run
     from splittime.bench.join import join
-    from splittime.bench.join_view import find_request
-    from splittime.bench.server_view import server_view
+    from splittime.bench.join_view import find_request, server_view
 
     run = load_run(run_file)
     arms = range(len(run.arms))
@@ -88,8 +87,7 @@ def books(
 
 
 def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
-    from splittime.bench.join_view import render_books
-    from splittime.bench.server_view import render_server_view
+    from splittime.bench.join_view import render_books, render_server_view
 
     has_books = run.arms[arm].accounts or run.arms[arm].kind == "splittime"
     return render_books(joined) if has_books else render_server_view(run, arm)

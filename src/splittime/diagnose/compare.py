@@ -36,8 +36,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from splittime.bench.book.figures import Trend, drift, rate_parts, rate_window, request_ends
 from splittime.bench.book.metrics import RATES, Metric, failed_by_lateness, off_ns, parse_metric, void_for_more
-from splittime.bench.book.rates import Trend, drift, rate_parts, rate_window, request_ends
 from splittime.bench.book.records import Arm, Ending, Outcome, Phase, Run, load_run
 from splittime.bench.book.requests import (
     PER_REQUEST_LIMITS,

@@ -1,5 +1,5 @@
 """How one kind of server speaks of itself on `/metrics`: which of its names is which of our quantities, and what to
-mind when reading it. A dialect is data; `read` reads by it, `bench.server_view` shows it beside what the client
+mind when reading it. A dialect is data; `read` reads by it, `bench.join_view` shows it beside what the client
 measured.
 
 Everything is read between two scrapes, before and after the load. So other clients of the same server are in it too,
@@ -89,7 +89,7 @@ class Notation(StrEnum):
 class Quantity(NamedTuple):
     """One of our words in one of a server's.
 
-    name: as in the docstring of `bench.server_view`. older: names that earlier versions gave it.
+    name: as in the docstring of `bench.join_view`. older: names that earlier versions gave it.
     trap: a sentence on what the server means by it, where that is not what one would think.
     """
 

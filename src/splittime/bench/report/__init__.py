@@ -5,8 +5,7 @@ All are made from a saved run, with the figures of `bench.book.figures`, and mea
 
 from typing import Any
 
-from splittime.bench.book.figures import summary
-from splittime.bench.book.rates import DEFINITIONS
+from splittime.bench.book.figures import DEFINITIONS, summary
 from splittime.bench.book.records import Run
 from splittime.bench.book.slo import check_slo
 

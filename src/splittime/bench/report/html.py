@@ -36,16 +36,15 @@ import orjson
 from markupsafe import Markup
 
 from splittime.bench.book import requests as one
-from splittime.bench.book.figures import Summary, prompt_tokens, summary
-from splittime.bench.book.rates import DEFINITIONS
+from splittime.bench.book.figures import DEFINITIONS, Summary, prompt_tokens, summary
 from splittime.bench.book.records import Outcome, Run, Sample
 from splittime.bench.book.requests import arrivals, complete, in_time_order, per_request, series, token_arrivals
 from splittime.bench.book.slo import judge
 from splittime.bench.join import join
+from splittime.bench.join_view import server_view
 from splittime.bench.report import html_books as words
 from splittime.bench.report.html_books import BAD, largest_part, left_out, part_lines, slowest, time_went
 from splittime.bench.report.table import ms, percent
-from splittime.bench.server_view import server_view
 from splittime.core.files import write_whole
 from splittime.ledger.derive import PROMPT_BUCKET_EDGES, prompt_bucket
 from splittime.present.plot import Array, Plot, Scale, duration, fitting, from_zero, number, plot_styles, share

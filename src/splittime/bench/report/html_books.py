@@ -23,12 +23,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from splittime.bench import join
-from splittime.bench.book.figures import Figure, Summary, prompt_tokens
-from splittime.bench.book.rates import Trend
+from splittime.bench.book.figures import Figure, Summary, Trend, prompt_tokens
 from splittime.bench.book.records import Ending, Outcome, Run, RunCheck
 from splittime.bench.book.requests import complete, response_ns
-from splittime.bench.join_view import MEANING
-from splittime.bench.own_book import by_request
+from splittime.bench.join_view import MEANING, ServerComparison
 from splittime.bench.report.table import (
     OUT_OF_REACH,
     STATISTICS,
@@ -43,7 +41,7 @@ from splittime.bench.report.table import (
     ms,
     percent,
 )
-from splittime.bench.server_view import ServerComparison
+from splittime.bench.servers import by_request
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.stages import CAUSE_MEANING, Cause, Stage
 from splittime.present.plot import HEIGHT, WIDTH, duration, from_zero, number

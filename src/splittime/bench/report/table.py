@@ -29,9 +29,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from splittime.bench.book.figures import Figure, Summary, summary
+from splittime.bench.book.figures import DEFINITIONS, Drift, Figure, Summary, Trend, summary
 from splittime.bench.book.metrics import failed_by_lateness, off_ns, parse_metric
-from splittime.bench.book.rates import DEFINITIONS, Drift, Trend
 from splittime.bench.book.records import Ending, Phase, Run, RunCheck
 from splittime.bench.book.slo import judge, limits_of
 from splittime.present.tables import FittingTable, Sentence, at_most
@@ -398,7 +397,7 @@ def _slo(found: Summary, slo: Mapping[str, float]) -> Iterator[Sentence]:
 
 def _of_server(run: Run, arm: int) -> Iterator[RenderableType]:
     """The server's own metrics over the run, where it has any that are understood."""
-    from splittime.bench.server_view import render_server_view
+    from splittime.bench.join_view import render_server_view
     from splittime.wire.dialects import DIALECTS
 
     if run.arms[arm].kind in DIALECTS and run.arms[arm].metrics_after:
