@@ -310,7 +310,7 @@ def test_an_actor_that_nobody_asks_ends_with_its_server_and_its_files(tmp_path):
 from splittime.cluster import ray_places
 ray_places.ALONE_S = 0.5
 actor = ray_places.ReplicaActor("r1", ("--num-threads", "1"), None, False)
-print(actor._process._mark().pid, flush=True)
+print(actor._process._process.pid, flush=True)
 time.sleep(60)
 sys.exit(1)"""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -17,8 +17,8 @@ from splittime.cluster.config import Cluster, cluster_config, launch_of
 from splittime.cluster.gateways import ManagedGateways
 from splittime.cluster.observed import ReplicaGauges, ReplicaWatch, gauges_of
 from splittime.cluster.places import KEPT_LOGS, LocalPlaces
-from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen
-from splittime.cluster.state import LOST_S, ManagedReplica, ReplicaPhase, write_mark
+from splittime.cluster.replica_process import ProcessMark, ReplicaProcess, ReplicaSeen, write_mark
+from splittime.cluster.state import LOST_S, ManagedReplica, ReplicaPhase
 from splittime.cluster.up import UpCluster
 from splittime.core.engine import EngineStats, Rest
 

@@ -77,7 +77,8 @@ def _print_urls(gateways: "ManagedGateways") -> None:
 
 
 def _running(folder: Path) -> Any:
-    from splittime.cluster.state import UP, read_mark
+    from splittime.cluster.replica_process import read_mark
+    from splittime.cluster.state import UP
 
     found = read_mark(folder / UP)
     if found is None:

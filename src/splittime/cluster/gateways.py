@@ -10,13 +10,13 @@ import aiohttp
 
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.observed import GatewayGauges, ask, gateway_gauges
+from splittime.cluster.replica_process import read_mark
 from splittime.cluster.state import (
     GatewayFiles,
     ListedReplica,
     digest_of,
     gateway_config,
     operator_key,
-    read_mark,
     write_whole,
 )
 from splittime.core.errors import ConfigError

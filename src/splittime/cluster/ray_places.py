@@ -28,8 +28,7 @@ from typing import Any
 from splittime.bench.own_server import as_typed
 from splittime.cluster.config import Cluster, ReplicaLaunch
 from splittime.cluster.places import END_S, key_of
-from splittime.cluster.replica_process import ReplicaProcess, ReplicaSeen
-from splittime.cluster.up_process import POLL_S, UpProcess
+from splittime.cluster.replica_process import POLL_S, ReplicaProcess, ReplicaSeen, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.this_process import end_when_gone
 

@@ -1,8 +1,9 @@
-"""A server as a process that outlives whoever started it, and ends with whoever it is told to end with.
+"""Processes of a cluster: a server's (`ReplicaProcess`), and one that runs for as long as `splittime up` (`UpProcess`).
 
-Its files in a folder are what is known of it: `NAME.json` (its process), `NAME.out` (what it prints when it is ready),
-`NAME.log` (its last words). So another process finds it again after the one that started it was killed. A process id
-that the system has given to another since is told by the instant at which that one began.
+A server's outlives whoever started it, and ends with whoever it is told to end with. Its files in a folder are what is
+known of it: `NAME.json` (its process), `NAME.out` (what it prints when it is ready), `NAME.log` (its last words). So
+another process finds it again after the one that started it was killed. A process id that the system has given to
+another since is told by the instant at which that one began. An `UpProcess` is started again where it ends.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +26,8 @@ from splittime.cli.entry import main
 main()"""
 MARKED = """import os, sys
 from pathlib import Path
-from splittime.cluster.replica_process import ProcessMark
-ProcessMark.of(os.getpid()).write(Path(sys.argv.pop(1)))
+from splittime.cluster.replica_process import write_mark
+write_mark(Path(sys.argv.pop(1)), os.getpid())
 """  # by itself, should whoever started it be killed before it can write that down
 LAST_WORDS_BYTES = 2000
 LOWERED = """from splittime.core import background
@@ -68,8 +70,20 @@ class ProcessMark(NamedTuple):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sign)
 
-    def write(self, path: Path) -> None:
-        write_whole(path, json.dumps(self).encode())
+
+def write_mark(path: Path, pid: int) -> None:
+    mark = ProcessMark.of(pid)
+    if mark is not None:
+        write_whole(path, json.dumps(mark).encode())
+
+
+def read_mark(path: Path) -> ProcessMark | None:
+    """Returns the process that a file names; None if there is none, or it has ended."""
+    try:
+        mark = ProcessMark(*json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return mark if mark.is_alive else None
 
 
 class ReplicaProcess:
@@ -99,19 +113,16 @@ class ReplicaProcess:
                 env=_environment(key),
                 start_new_session=True,
             )
-        mark = ProcessMark.of(self._process.pid)
-        if mark is not None:
-            mark.write(self._path("json"))
+        write_mark(self._path("json"), self._process.pid)
 
     def look(self) -> ReplicaSeen:
         if self._process is not None:
             self._process.poll()  # else it would stay, ended, until this process ends
-        mark = self._mark()
-        is_alive = mark is not None and mark.is_alive
+        is_alive = read_mark(self._path("json")) is not None
         return ReplicaSeen(is_alive, self._url(), "" if is_alive else self._words())
 
     def end(self, sign: signal.Signals = signal.SIGTERM) -> None:
-        mark = self._mark()
+        mark = read_mark(self._path("json"))
         if mark is not None:
             mark.signal(sign)
 
@@ -122,12 +133,6 @@ class ReplicaProcess:
 
     def _path(self, kind: str) -> Path:
         return self._folder / f"{self.name}.{kind}"
-
-    def _mark(self) -> ProcessMark | None:
-        try:
-            return ProcessMark(*json.loads(self._path("json").read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
 
     def _url(self) -> str | None:
         try:
@@ -148,3 +153,77 @@ def _environment(key: str | None) -> Mapping[str, str]:
     """Returns this process's environment without settings of ours: the cluster's config alone has them."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     return plain if key is None else plain | dict.fromkeys(KEYS, key)
+
+
+POLL_S = 0.1
+AGAIN_S = 1.0  # from the begin of a process until it is started again, at the least
+WORDS = 500
+
+
+class UpProcess:
+    """A process that is to run for as long as the cluster does. out: what it prints, if that is read."""
+
+    def __init__(self, folder: Path, name: str, command: Sequence[str], mark: Path | None = None) -> None:
+        self.name, self._command, self._mark = name, command, mark
+        self._log, self._out = folder / f"{name}.log", folder / f"{name}.out"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun_s, self._has_ended = 0.0, False
+        self.has_told = False
+
+    def start(self) -> None:
+        with self._log.open("ab") as words, self._out.open("wb") as out:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=words, start_new_session=True
+            )
+        self._begun_s, self._has_ended, self.has_told = time.monotonic(), False, False
+
+    def attend(self) -> bool:
+        """Start it again if it has ended; note whether it has told that it listens. Returns whether it has
+        just ended."""
+        if self.is_alive:
+            if not self.has_told and self._out.read_bytes().endswith(b"\n"):
+                self.has_told = True
+                if self._mark is not None:
+                    write_mark(self._mark, self.pid)
+            return False
+        if not self._has_ended:
+            self._has_ended = True
+            return True
+        if time.monotonic() - self._begun_s > AGAIN_S:
+            self.start()
+        return False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "started"
+        return self._process.pid
+
+    @property
+    def printed(self) -> str:
+        """Returns what it has printed."""
+        return self._out.read_text().strip()
+
+    @property
+    def words(self) -> str:
+        return self._log.read_text(errors="replace").strip()[-WORDS:]
+
+    @property
+    def last_line(self) -> str:
+        return self.words.rpartition("\n")[2] or "it said nothing"
+
+    def signal(self, sign: signal.Signals) -> None:
+        if self.is_alive:
+            os.kill(self.pid, sign)
+
+    def wait(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """Return when it has ended; kill it where that takes too long, or as soon as somebody is in a hurry."""
+        until_s = time.monotonic() + seconds
+        while self.is_alive and time.monotonic() < until_s and not is_hurried():
+            time.sleep(POLL_S)
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()

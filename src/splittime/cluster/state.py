@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from splittime.cluster.config import Cluster, ClusterConfig, ReplicaLaunch, UpstreamTimes
-from splittime.cluster.replica_process import ProcessMark
 from splittime.core.errors import ConfigError
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import config_of, secrets_of
@@ -176,21 +175,6 @@ class GatewayFiles(NamedTuple):
     def mark(self) -> Path:
         """Its process; it is there once the gateway listens, and may be told of another config."""
         return self.folder / f"gateway-{self.number}.json"
-
-
-def write_mark(path: Path, pid: int) -> None:
-    mark = ProcessMark.of(pid)
-    if mark is not None:
-        write_whole(path, json.dumps(mark).encode())
-
-
-def read_mark(path: Path) -> ProcessMark | None:
-    """Returns the process that a file names; None if there is none, or it has ended."""
-    try:
-        mark = ProcessMark(*json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-    return mark if mark.is_alive else None
 
 
 class ReplicaPhase(StrEnum):

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from splittime.cluster import state
 from splittime.cluster.config import Cluster
 from splittime.cluster.gateways import ManagedGateways
-from splittime.cluster.replica_process import STARTED
+from splittime.cluster.replica_process import POLL_S, STARTED, UpProcess, read_mark, write_mark
 from splittime.cluster.state import gateway_config, write_whole
-from splittime.cluster.up_process import POLL_S, UpProcess
 from splittime.core.errors import ConfigError, EngineError
 from splittime.web.ports import hold_shared_port
 
@@ -181,7 +180,7 @@ def read_status(folder: Path) -> dict[str, Any] | None:
 def _claim(folder: Path) -> None:
     """Raises `ConfigError` where a cluster runs in this folder; else leaves nothing there of one that ran."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    running = state.read_mark(folder / state.UP)
+    running = read_mark(folder / state.UP)
     if running is not None:
         hint = "end it with Ctrl-C or SIGTERM, or set folder in one of the two configs"
         message = f"a cluster runs in {folder}, process {running.pid}"
@@ -190,4 +189,4 @@ def _claim(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for mark in folder.glob("gateway-*.json"):
         mark.unlink()
-    state.write_mark(folder / state.UP, os.getpid())
+    write_mark(folder / state.UP, os.getpid())
