@@ -175,7 +175,7 @@ def _seed(channel: socket.socket) -> None:
 
     import splittime.bench.mock_server
     import splittime.gateway.app  # noqa: F401
-    from splittime.cli import explain, gateway, gateway_books  # noqa: F401
+    from splittime.cli import explain, gateway  # noqa: F401
     from splittime.cli.main import main
 
     sys.argv = ["splittime", "gateway", "--help"]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.overload_client import spread
-from splittime.cli.gateway_books import compare_arms
+from splittime.cli.gateway import compare_arms
 from splittime.core.clock import SystemClock
 from splittime.drive.host_time import GcPauses, ProcessorTime, freeze_heap
 from splittime.gateway.app import run

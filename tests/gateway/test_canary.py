@@ -2,7 +2,7 @@
 
 import pytest
 
-from splittime.cli.gateway_books import compare_arms, share_of
+from splittime.cli.gateway import compare_arms, share_of
 from splittime.core.errors import ConfigError, ErrorInfo
 from splittime.gateway.canary import CanaryTrial, chosen
 from splittime.gateway.config import CanaryConfig

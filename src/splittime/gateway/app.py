@@ -11,13 +11,11 @@ import msgspec
 from splittime import __version__
 from splittime.api.ledger_answers import QUERY, account_body, accounts_body, limit_of, number_of
 from splittime.core.errors import NotFound, Refused
-from splittime.gateway import routes
+from splittime.gateway import page, routes
 from splittime.gateway.canary import CompareArms
 from splittime.gateway.config import GatewayConfig
 from splittime.gateway.config_file import Secrets
 from splittime.gateway.forwarded import ENDPOINTS, RESPONSES
-from splittime.gateway.page import paths as page_paths
-from splittime.gateway.page.paths import page
 from splittime.gateway.service import GatewayService
 from splittime.gateway.versions import GatewayVersions
 from splittime.gateway.visit import GatewayVisit
@@ -53,7 +51,7 @@ def _in_arm(handler: Handler) -> Handler:
 async def index(gateway: GatewayService, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The page for a browser, a few words in JSON for everybody else."""
     if http.wants_html(scope):
-        return await page_paths.send_page(scope, send)
+        return await page.send_page(scope, send)
     about = {"name": "splittime gateway", "version": __version__, "models": gateway.policy.names}
     await http.respond_json(send, {**about, "paths": [f"{method} {path}" for method, path, _ in PATHS]})
 
@@ -144,8 +142,8 @@ PATHS: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", metrics),
     ("GET", "/stats", stats),
     ("GET", routes.LINT, routes.send_lint),
-    ("GET", page_paths.DATA, page_paths.send_data),
-    ("GET", PREFIX + "{name}", page_paths.send_file),
+    ("GET", page.DATA, page.send_data),
+    ("GET", PREFIX + "{name}", page.send_file),
     ("GET", "/ledger/requests", requests),
     ("GET", "/ledger/requests/{request_id}", one_request),
     ("GET", "/ledger/steps", steps),
@@ -183,7 +181,7 @@ class GatewayApp:
         paths = PathTable(PATHS, service, HINTS, "GET /")
         shared = PathTable(SHARED_PATHS, service, HINTS, "GET / of a gateway's own port")
         names = Names(service.config.host, service.config.allowed_hosts)
-        self._edge = Edge(paths.answer, names, service.keys, pages=page().urls)
+        self._edge = Edge(paths.answer, names, service.keys, pages=page.page().urls)
         self._shared_port = service.config.shared_port
         self._shared_edge = Edge(shared.answer, names, service.keys)
 

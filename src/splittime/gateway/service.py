@@ -27,7 +27,7 @@ from splittime.gateway.degrade import Ladder
 from splittime.gateway.fair_queue import FairQueue
 from splittime.gateway.lint import PromptLint
 from splittime.gateway.metrics import GatewayMetrics, upstream_stats
-from splittime.gateway.page.paths import PageAnswers
+from splittime.gateway.page import PageAnswers
 from splittime.gateway.request_account import RequestAccount
 from splittime.gateway.responses import HeldResponses
 from splittime.gateway.routing.affinity import PrefixAffinity
