@@ -6,7 +6,6 @@ import json
 import sqlite3
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
@@ -15,7 +14,7 @@ import pytest
 from patience import until_async
 from splittime.core.errors import ConfigError, Refused
 from splittime.gateway import budgets
-from splittime.gateway.budgets import BudgetFile, Calendar, Exchanges, TokenBudgets
+from splittime.gateway.budgets import BudgetFile, Calendar, TokenBudgets
 from splittime.gateway.config import TenantConfig
 from splittime.gateway.config_file import config_of
 
@@ -171,7 +170,7 @@ async def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_
     begun, goes_on = threading.Event(), threading.Event()
     file = str(tmp_path / "b")
     kept = TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON)))
-    kept._exchanges = kept._exchanged_with(Slow(file))
+    kept._file = Slow(file)
     kept.open()
     await until_async(lambda: begun.is_set())
     kept.use("a", 40)
@@ -182,21 +181,23 @@ async def test_what_is_used_while_the_last_but_one_write_goes_on_is_written(tmp_
     assert TokenBudgets([A], BudgetFile(file), Calendar(Clock(NOON))).used()["a", "tokens_per_day"] == 40
 
 
-async def test_what_a_write_fails_with_ends_no_writing(caplog):
+async def test_what_a_write_fails_with_ends_no_writing(tmp_path, monkeypatch, caplog):
     """It fails in a way that nobody foresaw; the next one is tried."""
-    tries, kept = [], []
+    monkeypatch.setattr(budgets, "WRITE_S", 0.001)
+    kept, tries = TokenBudgets([A], BudgetFile(str(tmp_path / "b")), Calendar(Clock(NOON))), []
+    add = BudgetFile.add
 
-    def send(told):
-        tries.append(told)
+    def fails_twice(file, added, periods):
+        tries.append(added)
         if len(tries) < 3:
             raise TypeError("unforeseen")
-        return told
+        return add(file, added, periods)
 
-    exchange = Exchanges(0.001, lambda: Counter({("a", "2027-02"): 1}), send, kept.append)
-    exchange.begin("trouble")
-    await until_async(lambda: kept)
-    await exchange.end()
-    assert caplog.text.count("trouble: unforeseen") == 1
+    monkeypatch.setattr(BudgetFile, "add", fails_twice)
+    kept.open()
+    await until_async(lambda: len(tries) > 3)
+    await kept.close()
+    assert caplog.text.count("not written to") == caplog.text.count("unforeseen") == 1
 
 
 def test_old_days_are_not_kept(tmp_path):

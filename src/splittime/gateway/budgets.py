@@ -29,6 +29,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ log = logging.getLogger("splittime.gateway")
 
 WRITE_S = 1.0
 BUSY_S = 5.0  # for another gateway that writes
-END_S = 3.0  # for the last exchange
+END_S = 3.0  # for the last write
 RESERVED_S = 1.0  # when to come back where open requests have reserved the rest
 DAY, MONTH = "tokens_per_day", "tokens_per_month"
 SCHEMA = "CREATE TABLE IF NOT EXISTS budget (tenant TEXT, period TEXT, tokens INTEGER, PRIMARY KEY (tenant, period))"
@@ -209,62 +210,6 @@ class BudgetFile:
             yield connection
 
 
-class Exchanges:
-    """What is counted here, brought to a store now and then by a thread of its own, and once at the end.
-
-    `take` returns what the store is to be told, `send` tells it and returns what it then holds, `keep` takes that.
-    `send` is called by the thread and may wait; the others by the event loop.
-
-    trouble: what is logged, once, where an exchange fails. Whatever fails, the next is tried: `send` sees to it that
-    nothing is lost for that.
-    """
-
-    def __init__(
-        self,
-        every_s: float,
-        take: Callable[[], Counter[Account]],
-        send: Callable[[Counter[Account]], Counter[Account]],
-        keep: Callable[[Counter[Account]], None],
-    ) -> None:
-        self._every_s, self._take, self._send, self._keep = every_s, take, send, keep
-        self._ending = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, trouble: str) -> None:
-        """Begins, inside the event loop."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
-        self._task = asyncio.create_task(self._go_on(trouble))
-
-    async def end(self) -> None:
-        """Returns when the last exchange is over, or has taken too long."""
-        self._ending.set()
-        if self._task is not None:
-            await asyncio.wait({self._task}, timeout=END_S)
-            self._task.cancel()
-            self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _go_on(self, trouble: str) -> None:
-        is_known = False
-        while True:
-            is_last = self._ending.is_set()
-            error = await self._exchange()
-            if error is not None and not is_known:
-                log.error("%s: %s", trouble, error)
-            is_known = error is not None
-            if is_last:
-                return
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), self._every_s)
-
-    async def _exchange(self) -> Exception | None:
-        try:
-            kept = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, self._take())
-            self._keep(kept)
-        except Exception as error:  # whatever a store answers, requests are served
-            return error
-        return None
-
-
 class TokenBudgets:
     """`open` begins inside the event loop, `close` ends.
 
@@ -283,7 +228,8 @@ class TokenBudgets:
         self._used: Counter[Account] = Counter()  # as the file says, with what is not written
         self._unwritten: Counter[Account] = Counter()
         self._reserved: Counter[str] = Counter()  # by tenant, of the requests that are open
-        self._exchanges = None if self._file is None else self._exchanged_with(self._file)
+        self._ending = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
         if self._file is not None:
             self._read(self._file)
 
@@ -323,13 +269,35 @@ class TokenBudgets:
     # ---- the file
 
     def open(self) -> None:
-        if self._exchanges is not None:
-            self._exchanges.begin(f"budgets are counted and not written to {self._file}")
+        if self._file is not None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="budgets")  # which may wait for the disk
+            self._task = asyncio.create_task(self._write_now_and_then(self._file))
 
     async def close(self) -> None:
-        """Writes what is not written yet."""
-        if self._exchanges is not None:
-            await self._exchanges.end()
+        """Writes what is not written yet, unless that takes too long."""
+        self._ending.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=END_S)
+            self._task.cancel()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _write_now_and_then(self, file: BudgetFile) -> None:
+        """Logs the first of writes that fail one after the other; the next is tried, whatever it was."""
+        is_last = is_failing = False
+        while not is_last:
+            is_last = self._ending.is_set()
+            added, self._unwritten = self._unwritten, Counter()
+            try:
+                work = partial(file.add, added, self._periods())
+                self._used = await asyncio.get_running_loop().run_in_executor(self._thread, work) + self._unwritten
+                is_failing = False
+            except Exception as error:  # requests are served all the same
+                if not is_failing:
+                    log.error("budgets are counted and not written to %s: %s", file, error)
+                is_failing = True
+            if not is_last:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), WRITE_S)
 
     def _read(self, file: BudgetFile) -> None:
         try:
@@ -338,16 +306,6 @@ class TokenBudgets:
             hint = "give a file that this process may write, or take the budgets out"
             message = f"budget_file: cannot use {file}: {error}"
             raise ConfigError(message, param="budget_file", value=str(file), hint=hint) from error
-
-    def _exchanged_with(self, file: BudgetFile) -> Exchanges:
-        return Exchanges(WRITE_S, self._take, lambda added: file.add(added, self._periods()), self._keep)
-
-    def _take(self) -> Counter[Account]:
-        added, self._unwritten = self._unwritten, Counter()
-        return added
-
-    def _keep(self, told: Counter[Account]) -> None:
-        self._used = told + self._unwritten
 
     def _periods(self) -> tuple[str, str]:
         return self._calendar.period(DAY), self._calendar.period(MONTH)

@@ -339,9 +339,6 @@ class FairQueue:
         is_long = self.requests > 0 and self.tokens + tokens > self._config.max_tokens
         return self.requests >= self._config.max_requests or is_long
 
-    def _weighed(self, tokens: int) -> int:
-        return min(tokens, max(1, int(self._config.max_tokens * MOST_OF_QUEUE)))
-
     def _shed(self, tenant: str, draw: float) -> None:
         """Raises `Refused` if chance says so, by how much of its part of the queue the tenant has."""
         share, config = self._share(tenant), self._config
@@ -363,7 +360,7 @@ class FairQueue:
 
     def _make_room(self, newcomer: QueuedRequest, draw: float, until_ns: int) -> None:
         """Raises `Refused` if there is none, or refuses the latest of whoever has more than its share."""
-        newcomer.weighed = self._weighed(newcomer.tokens)
+        newcomer.weighed = min(newcomer.tokens, max(1, int(self._config.max_tokens * MOST_OF_QUEUE)))
         at_ns = self._now_ns()
         asked = newcomer.avoided(at_ns), newcomer.answers, newcomer.tenant
         has_room = self._router.has_room_for(newcomer.model, at_ns, *asked)
