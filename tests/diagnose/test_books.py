@@ -18,7 +18,8 @@ from splittime.diagnose.doctor import diagnose
 from splittime.diagnose.found_accounts import AccountQuestion, accounts_from_file
 from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.ledger.sqlite import to_step
+from splittime.ledger.sqlite import LedgerFile
+from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 from splittime.server import routes_dashboard
 
@@ -139,7 +140,14 @@ def test_of_a_long_file_the_steps_of_the_latest_requests_are_read_alone(tmp_path
             ledger.add_step(made.step(number, 100 * number))
         begin_ns = 100 * num_before + 150
         ledger.add_account(made.example("cmpl-a", start_ns=begin_ns))
-    monkeypatch.setattr("splittime.ledger.sqlite.to_step", lambda body: read.append(body) or to_step(body))
+    records = LedgerFile._records
+
+    def counted(file, query, values, kind):
+        found = records(file, query, values, kind)
+        read.extend(found if kind is StepRecord else ())
+        return found
+
+    monkeypatch.setattr(LedgerFile, "_records", counted)
     books = books_from_file(path)
     assert len(read) <= len(books.steps) + 1 <= 31
     found = accounts_from_file(path, AccountQuestion("cmpl-a", None))

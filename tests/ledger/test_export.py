@@ -13,8 +13,8 @@ from hypothesis import given
 from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import Account
 from splittime.ledger.account_json import account_from_json, account_json
+from splittime.ledger.derive import server_timing
 from splittime.ledger.export.chrome_trace import trace
-from splittime.ledger.export.server_timing import header
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 
 
@@ -121,18 +121,18 @@ def test_server_timing_adds_stages_up_and_tells_causes():
         (Stage.QUEUE, 16, Cause.POLICY),
     ):
         account.enter(stage, at_ms * 10**6, cause)
-    told = header(account.intervals(until_ns=17_250_400), account.start_ns)
+    told = server_timing(account.intervals(until_ns=17_250_400), account.start_ns)
     assert told == (
         'receive;dur=1.000, queue;dur=13.000;desc="kv_blocks", prefill;dur=1.000, '
         'queue;dur=1.250;desc="policy", total;dur=16.250'
     )
-    assert header([], 5) == "total;dur=0.000"
+    assert server_timing([], 5) == "total;dur=0.000"
 
 
 @given(books.accounts())
 def test_server_timing_conforms(account):
     token = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
     entry = rf'{token};dur=[0-9.]+(;desc="[^"\\]*")?'
-    value = header(account.intervals, account.start_ns)
+    value = server_timing(account.intervals, account.start_ns)
     assert re.fullmatch(rf"{entry}(, {entry})*", value)
     assert value.isascii()

@@ -25,8 +25,7 @@ from splittime.ledger import sqlite
 from splittime.ledger.account import REFUSED, ClosedAccount
 from splittime.ledger.attempts import Attempt, Considered, NestedStage
 from splittime.ledger.facts import ServerFacts
-from splittime.ledger.ring import ACCOUNT_BYTES, weight_bytes
-from splittime.ledger.sqlite import FileWriter, require_free
+from splittime.ledger.sqlite import ACCOUNT_BYTES, FileWriter, require_free, weight_bytes
 from splittime.ledger.stages import Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger, Ran, open_readonly

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from patience import until
-from splittime.ledger.ring import Ring
+from splittime.ledger.store import Ring
 from splittime.web import connection as connections
 from splittime.web.tenants import TOLD_TENANT
 

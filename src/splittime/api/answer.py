@@ -25,7 +25,6 @@ from splittime.api.params import Ask
 from splittime.core.request import FinishReason
 from splittime.core.step import TokenLogprob
 from splittime.ledger.account_json import stages_json
-from splittime.ledger.export.server_timing import header
 from splittime.text.output import token_text
 from splittime.text.tokenizer import Tokenizer
 from splittime.text.tool_parser import CallDelta, ParsedText, ToolParser
@@ -269,11 +268,6 @@ def timing(choice: Choice, now_ns: int) -> answer_structs.Timing:
         "first_token_ready_ns": choice.ready_ns[0] - account.start_ns if choice.ready_ns else None,
         "stages": stages_json(account.intervals(sealed_ns), account.start_ns),
     }
-
-
-def server_timing(choice: Choice, now_ns: int) -> bytes:
-    """The `Server-Timing` header of an answer: what is known of the choice by now."""
-    return header(choice.account.intervals(now_ns), choice.account.start_ns).encode("latin-1")
 
 
 def last_ended(choices: Sequence[Choice]) -> Choice:

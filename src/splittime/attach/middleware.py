@@ -41,7 +41,7 @@ from splittime.attach.versions import ledger_of
 from splittime.core.errors import ErrorInfo
 from splittime.ledger.account import REFUSED, Account, ClosedAccount, Mark
 from splittime.ledger.account_json import stages_json
-from splittime.ledger.export import server_timing
+from splittime.ledger.derive import server_timing
 from splittime.ledger.prompt_parts import salt_hash
 from splittime.ledger.stages import Stage
 from splittime.server.writers import start
@@ -234,7 +234,7 @@ class WatchedRequest:
     def _server_timing(self) -> bytes | None:
         """What is known by now; of the engine, what it has told."""
         account = self._account_so_far(self.answers[0]) if self.answers else with_engine(self._marks(), (), 0)
-        return server_timing.header(account.intervals(now_ns()), self.start_ns).encode("latin-1")
+        return server_timing(account.intervals(now_ns()), self.start_ns).encode("latin-1")
 
     def _account_so_far(self, answer: Answer) -> Account:
         told, until_ns = self._books.joining.engine_part(answer.request_id), now_ns()

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -32,6 +32,7 @@ from splittime.gateway.verdict import AGAINST
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.export.metrics import Histogram, MetricSpec
+from splittime.ledger.export.prometheus import family
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import Ledger
 
@@ -243,15 +244,6 @@ def routing_series(gateway: MeasuredGateway) -> dict[str, dict[tuple[str, ...], 
     }
 
 
-def _distance(upstream: Upstream, at_ns: int) -> dict[str, Any]:
-    """Returns where an upstream is, and how long a request would wait there."""
-    return {
-        "region": upstream.config.region,
-        "round_trip_ns": upstream.round_trip.ns,
-        "expected_wait_ns": upstream.waits.wait_ns(at_ns),
-    }
-
-
 def counted(account: ClosedAccount) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Yields name, labels and increase of each series that an account adds to."""
     routing = account.routing
@@ -278,7 +270,9 @@ def upstream_stats(name: str, upstream: Upstream, at_ns: int) -> dict[str, Any]:
         "is_busy": breaker.is_busy(at_ns),
         "failing": upstream.failing,
         "asked_again_in_s": round(breaker.wait_ns(at_ns) / 1e9, 3),
-        **_distance(upstream, at_ns),
+        "region": upstream.config.region,
+        "round_trip_ns": upstream.round_trip.ns,
+        "expected_wait_ns": upstream.waits.wait_ns(at_ns),
     }
 
 
@@ -385,11 +379,7 @@ class GatewayMetrics(Collector):
         values[VERDICTS_TOLD] = self._none_against() | values[VERDICTS_TOLD]
         for spec in GATEWAY_METRICS:
             if spec.kind != "histogram":
-                make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                family = make(spec.name, spec.help, labels=spec.labels)
-                for labels, value in list(values[spec.name].items()):
-                    family.add_metric(labels, value)
-                yield family
+                yield family(spec, values[spec.name])
 
     def _extras(self) -> dict[str, Series]:
         gateway = self.gateway

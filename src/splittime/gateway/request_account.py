@@ -24,7 +24,7 @@ from splittime.gateway.upstreams import Routed, Upstream
 from splittime.gateway.verdict import Whose
 from splittime.ledger.account import REFUSED, TRY_AGAIN, Account, ClosedAccount
 from splittime.ledger.attempts import Attempt, FirstTokens
-from splittime.ledger.export import server_timing
+from splittime.ledger.derive import server_timing
 from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.store import Ledger
 from splittime.web import http
@@ -91,7 +91,7 @@ class RequestAccount:
 
     def timing(self) -> bytes:
         """Returns the stages so far, as a Server-Timing header."""
-        return server_timing.header(self._account.intervals(now_ns()), self.start_ns).encode("latin-1")
+        return server_timing(self._account.intervals(now_ns()), self.start_ns).encode("latin-1")
 
     # ---- attempts
 

@@ -43,7 +43,6 @@ from splittime.core.errors import ConfigError, NotFound
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop
-from splittime.ledger.ring import weight_bytes
 from splittime.ledger.steps import StepRecord
 
 Record = TypeVar("Record", ClosedAccount, StepRecord, Hop, ServerFacts)
@@ -202,7 +201,7 @@ class LedgerFile:
             raise ConfigError(words, param="ledger", value=version, limit=SCHEMA_VERSION, hint=hint)
 
     def account(self, names: str | Iterable[str]) -> list[ClosedAccount]:
-        names = list(_spellings(names) if isinstance(names, str) else names)
+        names = list([names, f"cmpl-{names}", f"chatcmpl-{names}"] if isinstance(names, str) else names)
         marks = ", ".join("?" * len(names))
         where = f"WHERE request_id IN ({marks}) OR group_id IN ({marks}) ORDER BY seq"
         return self._accounts(where, (*names, *names))
@@ -215,39 +214,39 @@ class LedgerFile:
 
     def _accounts(self, where: str, values: tuple[Any, ...]) -> list[ClosedAccount]:
         queries = [f"SELECT body FROM {table} {where}" for table in self._account_tables]
-        return [account for query in queries for account in self._records(query, values, _to_account)]
+        return [account for query in queries for account in self._records(query, values, ClosedAccount)]
 
     def steps(self, limit: int = 100) -> list[StepRecord]:
         query = "SELECT body FROM steps ORDER BY seq DESC LIMIT ?"
-        return self._records(query, (limit,), to_step)[::-1]
+        return self._records(query, (limit,), StepRecord)[::-1]
 
     def steps_between(self, begin_ns: int, end_ns: int, limit: int = -1) -> list[StepRecord]:
         """Returns the latest steps in this span of the host's monotonic clock, with the one in which it begins. No
         other is read: there is an index, and a file may hold millions. limit: -1 for all."""
         first = "(SELECT coalesce(max(begin_ns), 0) FROM steps WHERE begin_ns <= ?)"
         query = f"SELECT body FROM steps WHERE begin_ns BETWEEN {first} AND ? ORDER BY seq DESC LIMIT ?"
-        latest = self._records(query, (begin_ns, end_ns, limit), to_step)
+        latest = self._records(query, (begin_ns, end_ns, limit), StepRecord)
         return [step for step in reversed(latest) if step.end_ns >= begin_ns]
 
     def hops(self, trace_id: str) -> list[Hop]:
         """Returns the hops of a trace, of whichever tenant; none from a file that is older than hops are."""
         query = "SELECT body FROM hops WHERE trace_id = ? ORDER BY seq LIMIT ?"
-        return self._records(query, (trace_id, MAX_FOUND_HOPS), _to_hop) if self._has_hops else []
+        return self._records(query, (trace_id, MAX_FOUND_HOPS), Hop) if self._has_hops else []
 
     def latest_hops(self, limit: int) -> list[Hop]:
         """Returns the latest hops of all traces, oldest first."""
         query = "SELECT body FROM hops ORDER BY seq DESC LIMIT ?"
-        return self._records(query, (limit,), _to_hop)[::-1] if self._has_hops else []
+        return self._records(query, (limit,), Hop)[::-1] if self._has_hops else []
 
     def facts(self) -> ServerFacts | None:
         """The server's facts as they were last; None in a file of format 1, or of a server that never got ready."""
         if not self._has_facts:
             return None
-        return next(iter(self._records("SELECT body FROM facts ORDER BY seq DESC LIMIT 1", (), _to_facts)), None)
+        return next(iter(self._records("SELECT body FROM facts ORDER BY seq DESC LIMIT 1", (), ServerFacts)), None)
 
-    def _records(self, query: str, values: tuple[Any, ...], decode: Callable[[str], Record]) -> list[Record]:
+    def _records(self, query: str, values: tuple[Any, ...], kind: type[Record]) -> list[Record]:
         try:
-            return [decode(body) for (body,) in self._connection.execute(query, values)]
+            return [msgspec.json.decode(body, type=kind) for (body,) in self._connection.execute(query, values)]
         except (sqlite3.Error, msgspec.MsgspecError) as error:  # a damaged file, or one that another tool wrote in
             raise ConfigError(f"{self._path} is not a readable ledger file: {error}", param="ledger") from error
 
@@ -258,26 +257,6 @@ class LedgerFile:
 def _ended_at_unix_ns(account: ClosedAccount) -> int:
     """The monotonic clock starts anew when the host does, and a file may hold accounts from before that."""
     return account.started_at_unix_ns + account.end_ns - account.start_ns
-
-
-def _spellings(request_id: str) -> list[str]:
-    return [request_id, f"cmpl-{request_id}", f"chatcmpl-{request_id}"]
-
-
-def _to_account(body: str) -> ClosedAccount:
-    return msgspec.json.decode(body, type=ClosedAccount)
-
-
-def to_step(body: str) -> StepRecord:
-    return msgspec.json.decode(body, type=StepRecord)
-
-
-def _to_hop(body: str) -> Hop:
-    return msgspec.json.decode(body, type=Hop)
-
-
-def _to_facts(body: str) -> ServerFacts:
-    return msgspec.json.decode(body, type=ServerFacts)
 
 
 log = logging.getLogger("splittime.ledger")
@@ -366,7 +345,7 @@ class FileWriter:
     def _last_step_id(self) -> int:
         row = self._connection.execute("SELECT body FROM steps ORDER BY seq DESC LIMIT 1").fetchone()
         try:
-            return 0 if row is None else to_step(row[0]).step_id
+            return 0 if row is None else msgspec.json.decode(row[0], type=StepRecord).step_id
         except msgspec.MsgspecError as error:
             self._file.close()
             hint = "Name another file, or move this one away."
@@ -502,3 +481,30 @@ class FileWriter:
 
 def _to_json(record: Queued | ServerFacts) -> str:
     return msgspec.json.encode(record).decode()
+
+
+ACCOUNT_BYTES, STEP_BYTES, HOP_BYTES = 1200, 800, 1024  # of one without tokens or rows; an account's places by id too
+TOKEN_BYTES = 40  # of one of its numbers: the number, and its place in a tuple
+INTERVAL_BYTES, PROMPT_PART_BYTES = 120, 190
+ATTEMPT_BYTES, PART_BYTES = 700, 180  # one of its own, and of an upstream that was looked at, or a nested stage
+ROW_BYTES, NAME_BYTES = 130, 60  # of a step: its numbers, and what a name takes beside its letters
+
+
+def weight_bytes(record: ClosedAccount | StepRecord | Hop) -> int:
+    """Returns what a record takes in memory, roughly: by its length, as a long answer's account has three numbers for
+    each of its tokens."""
+    if isinstance(record, ClosedAccount):
+        numbers = len(record.token_steps) + len(record.token_ready_ns) + len(record.token_written_ns)
+        parts = INTERVAL_BYTES * len(record.intervals) + PROMPT_PART_BYTES * len(record.prompt_parts)
+        texts = len(record.prefixes) + len(record.answer_prefixes)
+        attempts = sum(ATTEMPT_BYTES + PART_BYTES * (len(a.considered) + len(a.nested)) for a in record.attempts)
+        return ACCOUNT_BYTES + TOKEN_BYTES * numbers + parts + attempts + texts
+    if isinstance(record, StepRecord):
+        chances = sum([len(told) for _, told in record.told_drafts if not isinstance(told, int)])
+        comings = [coming for coming in record.told_comings if not isinstance(coming, int)]
+        named = (record.rows, record.verified, record.told_drafts, record.late_rows, comings)
+        of_rows = sum([ROW_BYTES + len(row[0]) for rows in named for row in rows])
+        of_rows += TOKEN_BYTES * (len(record.told_comings) - len(comings))
+        victims = sum(NAME_BYTES + len(name) for name in record.victims)
+        return STEP_BYTES + of_rows + TOKEN_BYTES * chances + victims
+    return HOP_BYTES

@@ -17,10 +17,11 @@ Reads return the latest `limit`, oldest first. Safe to read from other threads w
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Reversible, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -29,13 +30,13 @@ from splittime.core.settings import Doc
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.hops import Hop, HopBook
-from splittime.ledger.ring import Ring
-from splittime.ledger.sqlite import FileWriter, LedgerFile
+from splittime.ledger.sqlite import FileWriter, LedgerFile, weight_bytes
 from splittime.ledger.steps import StepRecord
 
 log = logging.getLogger("splittime.ledger")
 
 Subscriber = Callable[[ClosedAccount | StepRecord], None]
+Record = TypeVar("Record", ClosedAccount, StepRecord)
 TellFacts = Callable[[], ServerFacts | None]
 
 
@@ -55,6 +56,33 @@ MAX_FILE_BYTES, MAX_MEMORY_BYTES = 2 * 2**30, 256 * 2**20
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "embd-", "rerank-", "score-", "prefill-")
 OTHER_PREFIXES = ("resp_", "msg_")  # of the same requests' ids in the answers of other APIs, which no account has
 ANSWER_PREFIXES = (*ID_PREFIXES, *OTHER_PREFIXES)
+
+
+class Ring(Generic[Record], Reversible[Record]):
+    """The latest records of a kind, bounded in number and in bytes. The latest one stays, however large it is."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._records: deque[Record] = deque()
+        self._weights: deque[int] = deque()  # of each, found once: a full ring lets one go for each that comes
+        self.num_bytes = 0
+
+    def add(self, record: Record) -> list[Record]:
+        """Returns those that had to go, oldest first."""
+        self._records.append(record)
+        self._weights.append(weight_bytes(record))
+        self.num_bytes += self._weights[-1]
+        gone: list[Record] = []
+        while len(self._records) > 1 and (len(self._records) > self._most or self.num_bytes > self._most_bytes):
+            gone.append(self._records.popleft())
+            self.num_bytes -= self._weights.popleft()
+        return gone
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def __reversed__(self) -> Iterator[Record]:
+        return reversed(self._records)
 
 
 class LedgerCounts(msgspec.Struct, frozen=True):

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from splittime.api import lenient
-from splittime.api.answer import server_timing
 from splittime.api.choice import Choice
 from splittime.api.decode import decode_body
 from splittime.api.limits import ModelInfo
@@ -24,6 +23,7 @@ from splittime.api.schema import Strict
 from splittime.core.errors import DeadlineExceeded, EngineError, ErrorInfo, Overloaded, Refused, SplittimeError
 from splittime.core.request import FinishReason, Request, adapter_name
 from splittime.ledger.account import REFUSED, Account, ClosedAccount
+from splittime.ledger.derive import server_timing
 from splittime.ledger.stages import Stage
 from splittime.scheduler.admission import Place
 from splittime.server import counted
@@ -281,7 +281,8 @@ class Visit:
         return headers if wanted is None else [*headers, *self.service.load_report(wanted)]
 
     def timed_headers(self, choice: Choice) -> http.Headers:
-        return [*self.headers(), (b"server-timing", server_timing(choice, now_ns()))]
+        timing = server_timing(choice.account.intervals(now_ns()), choice.account.start_ns)
+        return [*self.headers(), (b"server-timing", timing.encode("latin-1"))]
 
     async def _refuse(self, error: SplittimeError) -> None:
         self.account.enter(Stage.DELIVER, now_ns())

@@ -273,13 +273,13 @@ class PrometheusExporter(Collector):
             values[name] = {(label,): each for label, each in told().items() if each is not None}
         for spec in METRICS:
             if spec.kind != "histogram":
-                yield _family(spec, values.get(spec.name, {}))
+                yield family(spec, values.get(spec.name, {}))
         facts = self._ledger.facts()
         own, always = alias_series(self._counters, stats, facts), (facts.model if facts else "", ENGINE)
         for alias in ALIASES:
             if alias.spec.kind != "histogram":
                 series = own[alias.spec.name] if alias.same_as is None else values[alias.same_as]
-                yield _family(alias.spec, {(*labels, *always): value for labels, value in series.items()})
+                yield family(alias.spec, {(*labels, *always): value for labels, value in series.items()})
 
     def _on_record(self, record: ClosedAccount | StepRecord) -> None:
         if isinstance(record, StepRecord):
@@ -382,9 +382,10 @@ def _escaped(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _family(spec: MetricSpec, series: dict[tuple[str, ...], float]) -> Metric:
+def family(spec: MetricSpec, series: Mapping[tuple[str, ...], float]) -> Metric:
+    """Returns the samples of a counter or gauge."""
     make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    family = make(spec.name, spec.help, labels=spec.labels)
+    made = make(spec.name, spec.help, labels=spec.labels)
     for labels, value in list(series.items()):
-        family.add_metric(labels, value)
-    return family
+        made.add_metric(labels, value)
+    return made
