@@ -28,8 +28,7 @@ from rich.progress import Progress
 
 from splittime.api.choice import Choice, NewOutput
 from splittime.api.embeddings import require_pooling, vector_of
-from splittime.api.given_prompts import check_token_ids
-from splittime.api.params import check_lists
+from splittime.api.params import check_lists, check_token_ids
 from splittime.assemble import model_source, settings
 from splittime.assemble.settings import worker_settings
 from splittime.core.clock import SystemClock

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.api.message_answers import MessageEvents
+from splittime.api.messages import MessageEvents
 from splittime.gateway.answer_events import events_of
 from splittime.gateway.forwarded import ENDPOINTS, MESSAGES, RESPONSES, forwarded
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.api.conversation import MOST_BODIES, Conversation
 from splittime.api.response_items import ItemMessage, chat_messages, instructed, items_of
+from splittime.api.responses import MOST_BODIES, Conversation
 from splittime.core.errors import RequestError
 
 from .test_responses import post, start
@@ -77,7 +77,7 @@ def test_a_conversation_is_no_larger_than_some_bodies() -> None:
 
 
 def test_a_conversation_has_as_many_items_as_a_body_may(monkeypatch) -> None:
-    monkeypatch.setattr("splittime.api.conversation.MAX_PARTS", 3)
+    monkeypatch.setattr("splittime.api.responses.MAX_PARTS", 3)
     two = Conversation().gone_on(items_of([{"role": "user", "content": "x"}] * 2))
     assert len(two.gone_on(items_of("z")).items) == 3
     with pytest.raises(RequestError, match="more than 3 items"):

@@ -14,8 +14,7 @@ from patience import until
 from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
-from splittime.server import routes_dashboard
-from splittime.server.dashboard import files
+from splittime.server import dashboard, routes_dashboard
 from splittime.web import reading
 
 from .conftest import say
@@ -49,11 +48,11 @@ def colours_of(key: str) -> str:
     return found
 
 
-COLOURS = files.COLOURS.read_text()
+COLOURS = dashboard.COLOURS.read_text()
 
 
 def test_every_colour_of_the_bars_has_its_legend() -> None:
-    listed = re.search(r"const SHOWN = \[(.*?)\];", files.files()["app.js"].body.decode(), re.DOTALL)
+    listed = re.search(r"const SHOWN = \[(.*?)\];", dashboard.files()["app.js"].body.decode(), re.DOTALL)
     assert listed is not None
     shown = {colours_of(key) for key in re.findall(r'"([a-z_:]+)"', listed[1])}
     drawn = {colours_of(stage) for stage in Stage} | {colours_of(f"queue:{cause}") for cause in Cause}
@@ -86,7 +85,7 @@ def test_only_the_page_s_own_files_are_given(launch, name) -> None:
 
 
 def test_every_file_that_the_page_names_is_there() -> None:
-    known = files.files()
+    known = dashboard.files()
     for name, file in known.items():
         for part in file.body.decode().split('"'):
             if part.startswith("./") and part.endswith(".js"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.api import decode, given_prompts
+from splittime.api import decode, params
 from splittime.api.decode import JsonShape
 from splittime.api.lenient import MAX_PLACE_CHARS
 from splittime.api.schema import MAX_DETOKENIZED
@@ -284,7 +284,7 @@ def test_a_long_text_full_of_brackets_is_no_such_body(launch) -> None:
 
 def test_ids_beyond_a_limit_are_counted_and_not_looked_at(launch, monkeypatch) -> None:
     server = launch()
-    monkeypatch.setattr(given_prompts, "check_token_ids", None)
+    monkeypatch.setattr(params, "check_token_ids", None)
     status, _, answer = server.post("/v1/completions", {"prompt": [65] * 4096})
     assert (status, answer["error"]["code"], answer["error"]["limit"]) == (400, "context_length_exceeded", 4095)
     status, _, answer = server.post("/detokenize", {"tokens": [65] * (MAX_DETOKENIZED + 1)})

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from splittime.api.limits import ModelInfo
-from splittime.api.message_answers import MessageEvents
+from splittime.api.messages import MessageEvents
 from splittime.server.config import ServerConfig
 
 from .conftest import LiveServer, say

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splittime.api.conversation import Conversation
+from splittime.api.responses import Conversation
 from splittime.core.errors import NotFound
 from splittime.server.service import ENTRY_BYTES, ResponseStore
 

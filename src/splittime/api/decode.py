@@ -78,7 +78,7 @@ class JsonShape:
         """Returns how many numbers a parser may read 100 times slower than others, digit by digit: those with an
         exponent, and those longer than short ones; and the bytes of these beyond that. A letter behind a digit is an
         exponent's."""
-        numbers = self._where_within(FIRST_OF_NUMBER, NUM_OF_NUMBER) & self._outside
+        numbers = self._found(lambda piece: piece - np.uint8(FIRST_OF_NUMBER) < NUM_OF_NUMBER) & self._outside
         exponents = self._where(EXPONENT, CASE) & _later(numbers, 1)
         beyond = _behind(numbers, SHORT_NUMBER_BYTES)
         return _count(exponents | (_later(beyond, 1) & ~beyond)), _count(beyond)
@@ -86,10 +86,6 @@ class JsonShape:
     def _where(self, wanted: int, also: int = 0) -> Bits:
         """Returns where this byte is, with these bits set or not."""
         return self._found(lambda piece: (piece | also if also else piece) == wanted)
-
-    def _where_within(self, first: int, count: int) -> Bits:
-        """Returns where one of so many bytes is, from this one on."""
-        return self._found(lambda piece: piece - np.uint8(first) < count)
 
     def _found(self, is_wanted: Callable[[NDArray[np.uint8]], NDArray[np.bool_]]) -> Bits:
         """Looks piece by piece, as new memory for all would take longer than to look."""

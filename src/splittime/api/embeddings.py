@@ -21,9 +21,18 @@ from msgspec import Meta
 from splittime.api.answer import WholeRenderer
 from splittime.api.answer_structs import AnyAnswer
 from splittime.api.choice import Choice
-from splittime.api.given_prompts import GivenPrompts, Prompt, kept_of, listed
 from splittime.api.limits import BodyLimits, KeepLast, ModelInfo, keep_last
-from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY, Ask, check_model, require
+from splittime.api.params import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_PRIORITY,
+    Ask,
+    GivenPrompts,
+    Prompt,
+    check_model,
+    kept_of,
+    listed,
+    require,
+)
 from splittime.api.schema import Label, Strict, no_effect
 from splittime.core.errors import EngineError, RequestError
 from splittime.core.facts import LEAST_LENGTH, NO_FILE, NO_FILE_OF_ENCODER, Pooling

@@ -22,7 +22,6 @@ import msgspec
 from splittime import __version__
 from splittime.api import ollama
 from splittime.api.answer_structs import ChatCompletion, Completion, Models, Text
-from splittime.api.conversation import QUERY
 from splittime.api.embeddings import MAX_INPUTS, EmbeddingBody, Embeddings
 from splittime.api.ledger_answers import HopsBody
 from splittime.api.limits import BodyLimits, ModelInfo
@@ -30,7 +29,7 @@ from splittime.api.messages import CountTokensBody, MessagesBody
 from splittime.api.params import MAX_CACHE_SALT_CHARS, MAX_PRIORITY
 from splittime.api.prefill import PrefillAnswer, PrefillBody
 from splittime.api.ranking import Ranking, RerankBody, ScoreBody, ScoreList
-from splittime.api.responses import DESCRIBED, describe
+from splittime.api.responses import DESCRIBED, QUERY, describe
 from splittime.api.schema import (
     MAX_BAD_WORD_CHARS,
     MAX_STOP_CHARS,

@@ -23,9 +23,8 @@ from splittime.core.errors import NotFound, RequestError, SplittimeError
 from splittime.core.this_process import process_start_ns
 from splittime.ledger.account import Mark
 from splittime.ledger.facts import Process, ServerFacts
-from splittime.server import routes_dashboard, routes_ledger
+from splittime.server import dashboard, routes_dashboard, routes_ledger
 from splittime.server.books import KeepsBooks, OpenBook
-from splittime.server.dashboard import files
 from splittime.web import http
 from splittime.web.edge import Edge, Names
 from splittime.web.tenants import ApiKeys, Tenant
@@ -135,7 +134,7 @@ class BookRoutes:
         self._books = {0: books}
         self._is_open_to_all = bool(books.keys)
         names = Names(books.host if books.keys else LOOPBACK)  # without a key, no name but this machine's own
-        self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=files.paths())
+        self._edge = Edge(self._answer, names, ApiKeys(books.keys), pages=dashboard.paths())
         self._exact: dict[str, Handler] = {
             "/": index,
             "/ledger/requests": routes_ledger.requests,
@@ -212,10 +211,10 @@ def by_name(handler: Handler) -> Handler:
 async def index(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The page for a browser, a few words in JSON for everybody else."""
     if http.wants_html(scope):
-        await files.send_file(scope, send, "index.html")
+        await dashboard.send_file(scope, send, "index.html")
     else:
         await http.respond_json(send, {"name": "splittime", **books.about(), "ledger": "/ledger/requests"})
 
 
 async def static(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await files.send_file(scope, send, scope[http.PATH_REST])
+    await dashboard.send_file(scope, send, scope[http.PATH_REST])

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from splittime.api import message_answers
+from splittime.api import messages
 from splittime.api.decode import MAX_PARTS, decode_once
 from splittime.core.errors import ErrorInfo, RequestError, SplittimeError, error_body
 from splittime.ledger.attempts import RouteDecision
@@ -83,7 +83,7 @@ def error_event(path: str, info: ErrorInfo) -> bytes:
     """Returns an error inside a stream. Its client raises it, so that nobody takes half an answer for a whole one."""
     plain = http.error_event(info)
     if path in OF_ANTHROPIC:
-        told = message_answers.error(info.status, plain.removeprefix(b"data: ").rstrip())
+        told = messages.error(info.status, plain.removeprefix(b"data: ").rstrip())
     elif path == RESPONSES:
         body = error_body(info)
         named = {name: body["error"][name] for name in ("code", "message", "param")}
@@ -100,7 +100,7 @@ def error_at_once(
     told = http.error_at_once(error, headers, on_written)
     if path not in OF_ANTHROPIC:
         return told
-    body = message_answers.error(told.status, told.body)
+    body = messages.error(told.status, told.body)
     sized = [(b"content-length", b"%d" % len(body)), *(one for one in told.headers if one[0] != b"content-length")]
     return told._replace(headers=sized, body=body)
 

@@ -6,9 +6,8 @@ from functools import partial
 import uvloop
 
 from splittime.ledger.account import PREFILL
-from splittime.server import routes_apis, routes_dashboard, routes_engine, routes_info, routes_ledger
+from splittime.server import dashboard, routes_apis, routes_dashboard, routes_engine, routes_info, routes_ledger
 from splittime.server.config import ServerConfig
-from splittime.server.dashboard import files
 from splittime.server.routes_apis import KINDS, OF_MESSAGES, OF_OLLAMA, Spelled, spelled_at_once, spelling
 from splittime.server.service import Service
 from splittime.server.visit import PrefillVisit, Visit
@@ -136,7 +135,7 @@ class App:
             service.keys,
             root_path=config.root_path,
             cors_origins=config.cors_origins,
-            pages=files.paths(),
+            pages=dashboard.paths(),
             aliases=ALIASES,
             spelled={"/v1/messages": spelling(*OF_MESSAGES), "/api/": spelling(*OF_OLLAMA)},
         )

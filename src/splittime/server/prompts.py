@@ -19,9 +19,8 @@ import msgspec
 
 from splittime.api.choice import Choice, Echo
 from splittime.api.embeddings import pooling_notices
-from splittime.api.given_prompts import numbered
 from splittime.api.limits import ModelInfo
-from splittime.api.params import Ask
+from splittime.api.params import Ask, numbered
 from splittime.api.ranking import ANSWERS, OPTIONS, RankAsk
 from splittime.core.errors import DeadlineExceeded, RequestError
 from splittime.core.request import Request

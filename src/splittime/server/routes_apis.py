@@ -2,7 +2,7 @@
 is sent. What the account says of a chat, it says of their requests.
 
 * `/v1/responses`, OpenAI's Responses API (`api.responses`, `api.response_answers`), and what is kept of responses.
-* `/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API (`api.messages`, `api.message_answers`).
+* `/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API (`api.messages`).
 * `/api/chat`, `generate`, `embed` (and the older `embeddings`), Ollama's API (`api.ollama`), and what its clients ask
   of the models.
 """
@@ -15,15 +15,14 @@ from typing import Any
 import msgspec
 import orjson
 
-from splittime.api import message_answers, messages, ollama, response_answers, responses
-from splittime.api.conversation import MOST_BODIES, Conversation, input_items
+from splittime.api import messages, ollama, response_answers, responses
 from splittime.api.decode import convert_part, decode_body
 from splittime.api.embeddings import EmbeddingBody
 from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.params import check_model, template_options
 from splittime.api.response_items import Item, items_of
-from splittime.api.responses import Functions, ResponsesBody, functions_of
+from splittime.api.responses import MOST_BODIES, Conversation, Functions, ResponsesBody, functions_of, input_items
 from splittime.api.schema import ChatBody, CompletionBody, Strict
 from splittime.api.tools import as_template_reads, can_be_bound, tool_use_of
 from splittime.core.errors import RequestError
@@ -139,7 +138,7 @@ def spelled_at_once(answer: http.AtOnce, error: ErrorOf, names: dict[bytes, byte
 
 
 Spelled = tuple[ErrorOf, dict[bytes, bytes]]
-OF_MESSAGES: Spelled = (message_answers.error, {b"x-request-id": b"request-id"})
+OF_MESSAGES: Spelled = (messages.error, {b"x-request-id": b"request-id"})
 OF_OLLAMA: Spelled = (lambda _, body: orjson.dumps(ollama.error_of(orjson.loads(body))), {})
 KINDS: dict[str, tuple[str, type[ollama.OllamaChatBody | ollama.OllamaGenerateBody | ollama.OllamaEmbedBody]]] = {
     "/api/chat": ("chat", ollama.OllamaChatBody),
@@ -154,8 +153,8 @@ NEVER = "9999-12-31T23:59:59Z"
 async def create_message(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """Answers with a message, whole or streamed."""
     exchange = MessageExchange(service, scope, messages.MessagesBody)
-    answer = TranslatedAnswer(send, lambda: message_answers.MessageEvents().feed)
-    whole = message_answers.message
+    answer = TranslatedAnswer(send, lambda: messages.MessageEvents().feed)
+    whole = messages.message
     await TranslatedVisit(exchange.chat_of, whole, service, "chat", scope, receive, answer.send).serve()
 
 

@@ -41,9 +41,8 @@ from splittime.ledger.facts import ServerFacts
 from splittime.ledger.stages import CAUSE_MEANING, STAGE_MEANING, Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.ledger.store import ID_PREFIXES, Ledger
-from splittime.server import routes_info
+from splittime.server import dashboard, routes_info
 from splittime.server.books import KeepsBooks, OpenBook
-from splittime.server.dashboard import files
 from splittime.server.service import Service
 from splittime.web import http
 from splittime.web.page_files import NO_STORE
@@ -302,13 +301,13 @@ async def _respond(send: http.Send, work: Callable[..., bytes], *args: Any) -> N
 async def index(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
     """The page for a browser, a few words in JSON for everybody else."""
     if http.wants_html(scope):
-        await files.send_file(scope, send, "index.html")
+        await dashboard.send_file(scope, send, "index.html")
     else:
         await routes_info.index(service, scope, receive, send)
 
 
 async def static(service: Service, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
-    await files.send_file(scope, send, scope[http.PATH_REST])
+    await dashboard.send_file(scope, send, scope[http.PATH_REST])
 
 
 async def data(books: KeepsBooks, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:

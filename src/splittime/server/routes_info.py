@@ -13,11 +13,10 @@ import orjson
 from splittime import __version__
 from splittime.api.answer_structs import ModelCard, Models, Text
 from splittime.api.decode import decode_body, decode_once, whole
-from splittime.api.given_prompts import check_token_ids
 from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
 from splittime.api.openapi import document
-from splittime.api.params import check_model, template_options
+from splittime.api.params import check_model, check_token_ids, template_options
 from splittime.api.schema import DetokenizeBody, TokenizeBody
 from splittime.core.engine import FALLING_ASLEEP
 from splittime.core.errors import ConfigError, RequestError
@@ -25,7 +24,7 @@ from splittime.core.settings import settings_of
 from splittime.scheduler.admission import MAX_BOUND, QueueLimits
 from splittime.scheduler.config import SchedulerConfig
 from splittime.server.counted import CountedText
-from splittime.server.dashboard.files import send_file
+from splittime.server.dashboard import send_file
 from splittime.server.service import Service
 from splittime.text.process import Decode, Encode, Render, TextDone
 from splittime.text.workers import FramedWork, framed

@@ -21,9 +21,9 @@ import orjson
 
 from splittime import __version__
 from splittime.api.choice import Choice
-from splittime.api.conversation import Conversation
 from splittime.api.lenient import Ignored
 from splittime.api.limits import ModelInfo
+from splittime.api.responses import Conversation
 from splittime.core.clock import SystemClock, utc_text
 from splittime.core.engine import AWAKE, WAY_OUT, EngineStats, Part
 from splittime.core.errors import Conflict, ErrorInfo, NotFound, Refused
