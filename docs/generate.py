@@ -405,6 +405,10 @@ MODELS = {
         "Command R7B, Command A",
         "the same; windows by layer, without which a layer knows no positions",
     ),
+    "Starcoder2ForCausalLM": (
+        "StarCoder2 3B, 7B and 15B",
+        "layer norms and products with biases, an MLP without a gate",
+    ),
     "LlamaModel": ("embedders on Llama", "no head"),
     "MistralModel": ("embedders on Mistral", "no head"),
     "Qwen3Model": ("embedders on Qwen3", "no head"),
@@ -437,7 +441,7 @@ def models_page() -> str:
         f"* As GGUF, by the file's `general.architecture`: {', '.join(f'`{name}`' for name in FAMILIES)}.\n"
         "* Encoders (BERT, RoBERTa, XLM-R, ModernBERT) embed and rank texts: "
         "[guide](../guides/embeddings.md#encoders).\n"
-        "* Not served as text generators: MLPs without a gate (StarCoder2), state-space layers, MLA.\n"
+        "* Not served as text generators: state-space layers, MLA.\n"
     )
 
 

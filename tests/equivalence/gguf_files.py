@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 PAIRED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter reorders queries and keys
 WITHOUT_WINDOWS = ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "smollm3", "dots1", "mistral3")
@@ -116,11 +117,10 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
     if architecture != "phi3":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if "layer_norm_eps" in config:
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-        writer.add_logit_scale(config["logit_scale"])
-    else:
+    if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
     _describe_rope(writer, config, architecture, head_dim)
     if config.get("sliding_window") and architecture not in WITHOUT_WINDOWS:
         writer.add_sliding_window(config["sliding_window"])
@@ -131,6 +131,7 @@ def _describe(writer: Any, config: dict[str, Any]) -> None:
         "embedding_multiplier": writer.add_embedding_scale,
         "residual_multiplier": writer.add_residual_scale,
         "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
         "attn_logit_softcapping": writer.add_attn_logit_softcapping,
         "final_logit_softcapping": writer.add_final_logit_softcapping,
     }

@@ -190,6 +190,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere-head-norms": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
     "cohere2": ("Cohere2", {"sliding_window": 11, "num_hidden_layers": 5, "logit_scale": 2.5}),
     "cohere2-kinds": ("Cohere2", {**KINDS, "attention_bias": True, "head_dim": 20, "tie_word_embeddings": False}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 11, "num_attention_heads": 4}),
+    "starcoder2-plain": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 0.01}),
     "gemma": ("Gemma", {"head_dim": 20, "hidden_size": 50}),
     "gemma2": ("Gemma2", {**GEMMA, **CAPS, "sliding_window": 11, "num_hidden_layers": 4}),
     "gemma2-file": (

@@ -16,6 +16,7 @@ from splittime.runner.config import RunnerConfig
 PROMPT = [(7 * n) % 90 + 3 for n in range(40)]
 ATTENTION = tuple(name for name in adapter_files.ALL if name.startswith("self_attn."))
 APART = {"glm4": (*ATTENTION, "mlp.down_proj"), "phi3": ("self_attn.o_proj", "mlp.down_proj")}  # what is not joined
+APART["starcoder2"] = (*ATTENTION, "mlp.c_fc", "mlp.c_proj")
 EXPERTS = ("gpt-oss-yarn", "ernie-moe", "glm-moe")  # which are not adapted themselves
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -25,7 +26,7 @@ def adapted(folder):
 
 
 @pytest.mark.parametrize(
-    "variant", ["cohere", "gemma3", "ernie", "olmo3", "glm4", "phi3", "hunyuan", "granite", *EXPERTS]
+    "variant", ["cohere", "starcoder2", "gemma3", "ernie", "olmo3", "glm4", "phi3", "hunyuan", "granite", *EXPERTS]
 )
 def test_an_adapter_is_what_merging_it_is(variant, tmp_path):
     for name in ("base", "merged"):

@@ -27,6 +27,7 @@ VARIED = (
     "ministral3",
     "cohere-head-norms",
     "cohere2",
+    "starcoder2",
 )
 
 

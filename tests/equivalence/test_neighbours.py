@@ -68,7 +68,9 @@ def test_neighbours_and_chunks_change_nothing(name):
         assert outcomes(runner, prompts, shared) == alone
 
 
-@pytest.mark.parametrize("variant", ["qwen2-moe", "glm-moe", "gpt-oss-yarn", "cohere-head-norms", "cohere2"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2-moe", "glm-moe", "gpt-oss-yarn", "cohere-head-norms", "cohere2", "starcoder2"]
+)
 def test_chunks_change_no_bit_of_what_torch_computes(variant, tmp_path):
     """Gates and routers by sigmoid, clamped experts and layer norms are not of the native kernels."""
     make(variant, tmp_path)

@@ -46,6 +46,7 @@ PLACES = {
     **dict.fromkeys(["sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"], GEMMA_3),
     **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], GEMMA_2),
     **dict.fromkeys(["layer_norm_eps", "logit_scale"], COHERE),
+    "norm_epsilon": {"architectures": ["Starcoder2ForCausalLM"]},
     "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }
 """What else the config needs so that the field is read."""

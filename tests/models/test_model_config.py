@@ -7,6 +7,7 @@ import pytest
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
+from splittime.models.adapters import projections
 from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import load_config, parse_config
 
@@ -246,6 +247,7 @@ def test_a_kind_that_is_left_out_has_the_plain_embedding_where_kinds_differ(name
     assert parse(**kinds, rope_scaling=own).layers[0].mixer.position.rope_type == "default"
 
 
+STARCODER2 = {**LLAMA, "architectures": ["Starcoder2ForCausalLM"]}
 GEMMA = {**LLAMA, "architectures": ["GemmaForCausalLM"], "head_dim": 16, "num_key_value_heads": 1}
 
 
@@ -268,8 +270,21 @@ def test_gemmas_first_configs_name_another_gelu_than_they_mean():
     assert parse_config({**GEMMA, "hidden_act": "gelu"}).layers[0].feed_forward.activation == "gelu_tanh"
     with pytest.raises(ConfigError, match="hidden_activation is 'gelu'"):
         parse_config({**GEMMA, "hidden_activation": "gelu"})
-    with pytest.raises(ConfigError, match="hidden_act is 'gelu'"):
-        parse(hidden_act="gelu")
+    for others in (LLAMA, STARCODER2):
+        with pytest.raises(ConfigError, match="hidden_act is 'gelu'"):
+            parse_config({**others, "hidden_act": "gelu"})
+
+
+def test_starcoder2_has_no_gate_and_two_heads_of_keys_where_its_config_names_none():
+    config = parse_config(STARCODER2)
+    mlp = MlpSpec(128, has_bias=True, activation="gelu_tanh", is_gated=False)
+    assert config.layers[0].feed_forward == mlp
+    assert mlp.num_weights(64) == 2 * 64 * 128
+    assert config.layers[0].mixer.num_kv_heads == 2
+    assert config.tie_word_embeddings
+    adapted = projections(config, 0)
+    assert [adapted[name].begin for name in ("mlp.c_fc", "mlp.c_proj")] == [0, 0]
+    assert len(adapted) == 6
 
 
 def test_only_gemma_2_caps_its_scores():

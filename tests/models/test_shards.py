@@ -74,8 +74,9 @@ def test_a_rank_is_told_of_its_part(count, kv_heads):
 
 
 def test_every_linear_module_has_a_cut():
-    names = {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")}
-    assert names | {"w1", "w2", "w3", "lm_head", "embed_tokens", "output_linear", "sinks"} == set(CUTS)
+    names = {f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down", "c")}
+    names |= {"w1", "w2", "w3", "c_fc", "output_linear", "lm_head", "embed_tokens", "sinks"}
+    assert names == set(CUTS)
 
 
 # ---- parts of a stored checkpoint

@@ -20,7 +20,7 @@ from splittime.kernels.layer import (
     RouterSpec,
 )
 from splittime.kernels.low_rank import LayerUses, ProductUses
-from splittime.kernels.plain import LayerNorm, each_alike
+from splittime.kernels.plain import LayerNorm, each_alike, gelu
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,8 @@ def mlp(ops: Ops, part: MlpWeights, x: Tensor, residual: Tensor | None, uses: La
     ops.add_low_rank(gate_up, x, [(one.gate_up, tokens) for one, tokens in uses])
     if part.spec.clamped is not None:
         inner = clamped_mul(gate_up, part.spec.clamped)
+    elif not part.spec.is_gated:
+        inner = gelu(gate_up, "tanh")
     else:
         inner = ops.silu_mul(gate_up) if part.spec.activation == "silu" else ops.gelu_mul(gate_up)
     y = ops.linear(inner, part.down, residual)

@@ -22,10 +22,11 @@ from torch import Tensor
 @dataclass(frozen=True)
 class NormSpec:
     """x over its root mean square (with eps under the root), times a scale. is_centred: x without its mean, which makes
-    it a layer norm."""
+    it a layer norm; has_bias: and then with something added."""
 
     eps: float
     is_centred: bool = False
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,22 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """down(activation(gate(x)) * up(x)), `inner` wide between. "gelu_tanh": GELU by its approximation with a tanh."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated, `inner` wide between.
+    "gelu_tanh": GELU by its approximation with a tanh."""
 
     inner: int
     has_bias: bool = False
     activation: Activation = "silu"
     clamped: Clamped | None = None
+    is_gated: bool = True
+
+    @property
+    def outputs(self) -> int:
+        """Returns how many outputs gate and up have together."""
+        return 2 * self.inner if self.is_gated else self.inner
 
     def num_weights(self, hidden_size: int) -> int:
-        return 3 * hidden_size * self.inner
+        return hidden_size * (self.outputs + self.inner)
 
 
 @dataclass(frozen=True)
@@ -270,7 +278,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """gate_up: [2 inner, hidden]; down: [hidden, inner]."""
+    """gate_up: [2 inner, hidden], without a gate [inner, hidden]; down: [hidden, inner]."""
 
     spec: MlpSpec
     gate_up: PackedWeight

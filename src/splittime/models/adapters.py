@@ -116,11 +116,11 @@ def projections(config: ModelConfig, index: int) -> dict[str, Projection]:
             names.value: Projection("qkv", query + kv, kv, hidden),
         }
     if isinstance(spec.feed_forward, MlpSpec):
-        inner = spec.feed_forward.inner
+        inner, mlp = spec.feed_forward.inner, spec.feed_forward
         found[names.mlp.down] = Projection("down", 0, hidden, inner)
         if not names.gate_up:
-            found[names.mlp.gate] = Projection("gate_up", 0, inner, hidden)
-            found[names.mlp.up] = Projection("gate_up", inner, inner, hidden)
+            found |= {names.mlp.gate: Projection("gate_up", 0, inner, hidden)} if mlp.is_gated else {}
+            found[names.mlp.up] = Projection("gate_up", mlp.outputs - inner, inner, hidden)
     return found
 
 

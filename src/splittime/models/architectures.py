@@ -6,7 +6,7 @@ activation) is not supported and is refused by name.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import NO_ROPE, AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec, Places
+from splittime.kernels.layer import AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec, Places
 from splittime.models import parts
 from splittime.models.fields import Bounds, Fields, bad
 
 NUMBER = re.compile("[0-9]{1,9}")  # of an expert, in a name of a stranger's file
 SLIDING_WINDOW = 4096  # of Mistral, Qwen2 and Qwen3 where the config names none
+FeedForwards = Sequence[MlpSpec | MixtureSpec]  # of each layer
 
 
 @dataclass(frozen=True)
 class MlpNames:
-    """The linears of one MLP."""
+    """The linears of one MLP; gate: "" where there is none."""
 
     gate: str
     up: str
@@ -139,11 +140,11 @@ class Architecture:
 
 def _llama(fields: Fields) -> tuple[LayerSpec, ...]:
     mixers = parts.attention(fields, parts.no_windows(fields), **_biases(fields))
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, has_bias=fields.flag("mlp_bias", False)))
 
 
-def _mistral(fields: Fields) -> tuple[LayerSpec, ...]:
-    mixers = parts.attention(fields, parts.same_windows(fields, SLIDING_WINDOW))
+def _mistral(fields: Fields, partial: float | None = None) -> tuple[LayerSpec, ...]:
+    mixers = parts.attention(fields, parts.same_windows(fields), partial=partial)
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
 
 
@@ -248,8 +249,7 @@ def _olmoe(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _granite_moe(fields: Fields) -> tuple[LayerSpec, ...]:
-    experts = parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True))
-    return tuple(replace(one, feed_forward=part) for one, part in zip(_granite(fields), experts, strict=True))
+    return _granite(fields, parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True)))
 
 
 def _biases(fields: Fields, default: bool = False, key: str = "attention_bias") -> dict[str, bool]:
@@ -266,29 +266,29 @@ def _smollm3(fields: Fields) -> tuple[LayerSpec, ...]:
         raise fields.bad("no_rope_layers", turned, f"a list of 0 or 1 for each of {len(windows)} layers")
     windows = parts.windows_of_kinds(fields, windows, [has_windows and not one for one in turned])
     mixers = parts.attention(fields, windows, **_biases(fields))
-    mixers = parts.without_rope(mixers, [not one for one in turned])
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+    layers = parts.layers(parts.norm(fields), mixers, parts.mlps(fields, has_bias=fields.flag("mlp_bias", False)))
+    return parts.without_rope(layers, [not one for one in turned])
 
 
 def _seed_oss(fields: Fields) -> tuple[LayerSpec, ...]:
     biases = _biases(fields, True) | {"output_bias": fields.flag("attention_out_bias", False)}
     mixers = parts.attention(fields, parts.no_windows(fields), **biases)
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, has_bias=fields.flag("mlp_bias", False)))
 
 
 def _ernie(fields: Fields) -> tuple[LayerSpec, ...]:
     biases = _biases(fields, key="use_bias")
     mixers = parts.attention(fields, parts.no_windows(fields), **biases)
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, biases["qkv_bias"]))
+    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields, has_bias=biases["qkv_bias"]))
 
 
-def _granite(fields: Fields) -> tuple[LayerSpec, ...]:
+def _granite(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple[LayerSpec, ...]:
     """What a layer adds is multiplied by r. Of the residual stream over r instead, all is as it is elsewhere: a norm of
     it is that of the stream, with an epsilon over r squared."""
     factor = fields.number("attention_multiplier", 1.0)
     mixers = parts.attention(fields, parts.no_windows(fields), score_factor=factor, **_biases(fields))
     norm = NormSpec(parts.norm(fields).eps / fields.number("residual_multiplier", 1.0) ** 2)
-    return parts.layers(norm, mixers, parts.mlps(fields, fields.flag("mlp_bias", False)))
+    return parts.layers(norm, mixers, feed_forwards or parts.mlps(fields, has_bias=fields.flag("mlp_bias", False)))
 
 
 def _granite_ends(fields: Fields) -> Ends:
@@ -304,30 +304,14 @@ def _granite_hybrid(fields: Fields) -> tuple[LayerSpec, ...]:
         raise fields.bad("num_local_experts", experts, "0 (experts of this family are not served)")
     if not isinstance(kinds, list) or any(kind not in ("attention", parts.FULL) for kind in kinds):
         raise fields.bad("layer_types", kinds, "attention in every layer (Mamba layers are not served)")
-    plain, inner = _granite(fields), fields.count("shared_intermediate_size")
-    layers = tuple(replace(one, feed_forward=MlpSpec(inner)) for one in plain)
-    if fields.text("position_embedding_type", "nope") == "rope":
-        return layers
-    return tuple(map(_without_positions, layers))
-
-
-def _without_positions(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, mixer=replace(layer.mixer, position=NO_ROPE))
-
-
-def _phi3(fields: Fields) -> tuple[LayerSpec, ...]:
-    mixers = parts.attention(fields, parts.same_windows(fields), partial=1.0)
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
+    inner, num_layers = fields.count("shared_intermediate_size"), fields.count("num_hidden_layers")
+    layers = _granite(fields, [MlpSpec(inner)] * num_layers)
+    return parts.without_rope(layers, [fields.text("position_embedding_type", "nope") != "rope"] * num_layers)
 
 
 def _ministral(fields: Fields) -> tuple[LayerSpec, ...]:
     windows = parts.same_windows(fields, SLIDING_WINDOW)
     mixers = parts.attention(fields, parts.windows_of_kinds(fields, windows, [True] * len(windows)))
-    return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
-
-
-def _ministral3(fields: Fields) -> tuple[LayerSpec, ...]:
-    mixers = parts.attention(fields, parts.same_windows(fields))
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
 
 
@@ -365,9 +349,8 @@ def _exaone4(fields: Fields) -> tuple[LayerSpec, ...]:
     is_said = is_local or fields.values.get("layer_types") is not None  # a pattern beside it may be in letters
     pattern = is_local or parts.all_but_every(4 if is_said else fields.count("sliding_window_pattern", 4), windows)
     windows = parts.windows_of_kinds(fields, windows, pattern)
-    mixers = parts.attention(fields, windows, head_norm=norm)
-    mixers = parts.without_rope(mixers, [is_local is None and window is None for window in windows])
-    return parts.layers(norm, mixers, parts.mlps(fields), "after")
+    layers = parts.layers(norm, parts.attention(fields, windows, head_norm=norm), parts.mlps(fields), "after")
+    return parts.without_rope(layers, [is_local is None and window is None for window in windows])
 
 
 def _glm(fields: Fields, places: Places = "before") -> tuple[LayerSpec, ...]:
@@ -388,7 +371,15 @@ def _cohere2(fields: Fields) -> tuple[LayerSpec, ...]:
     """Only layers with windows know positions."""
     every, windows = fields.count("sliding_window_pattern", 4), parts.same_windows(fields, SLIDING_WINDOW)
     layers = _cohere(fields, parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows)))
-    return tuple(one if one.mixer.window_tokens else _without_positions(one) for one in layers)
+    return parts.without_rope(layers, [one.mixer.window_tokens is None for one in layers])
+
+
+def _starcoder2(fields: Fields) -> tuple[LayerSpec, ...]:
+    norm = NormSpec(fields.number("norm_epsilon", 1e-5), is_centred=True, has_bias=True)
+    biases = _biases(fields, True, "use_bias")
+    mixers = parts.attention(fields, parts.same_windows(fields), **biases)
+    plain = parts.mlps(fields, has_bias=biases["qkv_bias"], activation="gelu_tanh", is_gated=False)
+    return parts.layers(norm, mixers, plain)
 
 
 def _gemma(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -490,7 +481,7 @@ COHERE = Architecture(
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(_llama),
-    "MistralForCausalLM": Architecture(_mistral),
+    "MistralForCausalLM": Architecture(_mistral, defaults={"sliding_window": SLIDING_WINDOW}),
     "Qwen2ForCausalLM": Architecture(_qwen2),
     "MiMoForCausalLM": Architecture(_qwen2),  # with a head beside it (`models.head`)
     "Qwen3ForCausalLM": Architecture(_qwen3),
@@ -525,13 +516,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GraniteForCausalLM": Architecture(_granite, ends=_granite_ends),
     "GraniteMoeHybridForCausalLM": Architecture(_granite_hybrid, GRANITE_4, _granite_ends),
     "Phi3ForCausalLM": Architecture(
-        _phi3,
+        lambda fields: _mistral(fields, partial=1.0),
         LayerNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
         defaults={"original_max_position_embeddings": 4096, **SHORT_EPS},
     ),
     "MinistralForCausalLM": Architecture(_ministral),
     "Ministral3ForCausalLM": Architecture(
-        _ministral3, defaults={"head_dim": 128, "rope_parameters": MINISTRAL_YARN, **SHORT_EPS}
+        _mistral, defaults={"head_dim": 128, "rope_parameters": MINISTRAL_YARN, **SHORT_EPS}
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(_hunyuan, HUNYUAN, defaults=SHORT_EPS),
     "Olmo2ForCausalLM": Architecture(_olmo, defaults=SHORT_EPS),
@@ -545,11 +536,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": replace(COHERE, compose=_cohere2, defaults={"tie_word_embeddings": True}),
+    "Starcoder2ForCausalLM": Architecture(
+        _starcoder2,
+        LayerNames(mlp=MlpNames("", "mlp.c_fc", "mlp.c_proj")),
+        defaults={"num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
     "LlamaModel": Architecture(_llama, has_head=False),
-    "MistralModel": Architecture(_mistral, has_head=False),
+    "MistralModel": Architecture(_mistral, defaults={"sliding_window": SLIDING_WINDOW}, has_head=False),
     "Qwen3Model": Architecture(_qwen3, has_head=False),
 }
 WRAPPERS = {

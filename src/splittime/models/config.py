@@ -24,7 +24,7 @@ import msgspec
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.facts import Pooling
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec, NormSpec
+from splittime.kernels.layer import LayerSpec, MixtureSpec, NormSpec, mlps_of
 from splittime.models import architectures, parts
 from splittime.models.fields import Bounds, Fields, bad, read_json
 from splittime.models.pooling import read_pooling
@@ -162,10 +162,10 @@ ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
 
 def _refuse_unsupported(values: dict[str, Any], layers: Sequence[LayerSpec]) -> None:
-    part = layers[0].feed_forward
-    known = ACTIVATIONS[(part if isinstance(part, MlpSpec) else part.expert).activation]
+    mlp = mlps_of(layers[0].feed_forward)[0]
+    known, is_gemma = ACTIVATIONS[mlp.activation], mlp.activation == "gelu_tanh" and mlp.is_gated
     for key in ("hidden_act", "hidden_activation"):
-        is_old_gemma = key == "hidden_act" and known == ACTIVATIONS["gelu_tanh"] and values.get(key) == "gelu"
+        is_old_gemma = is_gemma and key == "hidden_act" and values.get(key) == "gelu"
         if not is_old_gemma and (values.get(key) or known[0]) not in known:
             raise bad(key, values[key], f"{known[0]} (the only activation implemented for this architecture)")
     for key, want in (("is_causal", True), ("use_bidirectional_attention", False)):

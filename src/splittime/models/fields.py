@@ -55,7 +55,7 @@ LIMITS: dict[str, Bounds] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "n_group", "topk_group"), EXPERTS),
     **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), SOME_EXPERTS),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "moe_norm_min"), EPSILON),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "moe_norm_min"), EPSILON),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), THETA),
     "partial_rotary_factor": Bounds(0.0, 1.0),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "alpha"), FACTOR),

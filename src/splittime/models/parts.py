@@ -20,7 +20,6 @@ from typing import Any
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import (
     NO_ROPE,
-    Activation,
     AttentionSpec,
     LayerSpec,
     MixtureSpec,
@@ -283,15 +282,16 @@ def attention(
     ]
 
 
-def without_rope(mixers: Sequence[AttentionSpec], are_without: Sequence[bool]) -> list[AttentionSpec]:
-    """Returns the mixers, of which some know no positions."""
-    pairs = zip(mixers, are_without, strict=True)
-    return [replace(mixer, position=NO_ROPE) if is_without else mixer for mixer, is_without in pairs]
+def without_rope(layers: Sequence[LayerSpec], are_without: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Returns the layers, of which some know no positions."""
+    mixers = [replace(one.mixer, position=NO_ROPE) for one in layers]
+    trios = zip(layers, mixers, are_without, strict=True)
+    return tuple(replace(one, mixer=mixer) if is_without else one for one, mixer, is_without in trios)
 
 
-def mlps(fields: Fields, has_bias: bool = False, activation: Activation = "silu") -> list[MlpSpec]:
-    mlp = MlpSpec(fields.count("intermediate_size"), has_bias, activation)
-    return [mlp] * fields.count("num_hidden_layers")
+def mlps(fields: Fields, **alike: Any) -> list[MlpSpec]:
+    """alike: what else all of them have, by the names of `MlpSpec`."""
+    return [MlpSpec(fields.count("intermediate_size"), **alike)] * fields.count("num_hidden_layers")
 
 
 def router(fields: Fields, num_chosen: int, normalises: bool) -> RouterSpec:

@@ -37,12 +37,13 @@ def cost(
 ) -> TokenCost:
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
     mixers = [layer.mixer for layer in model.layers]
+    products = [part for layer in model.layers for part in (layer.mixer, layer.feed_forward)]
     routers = [layer.feed_forward.router for layer in model.layers if isinstance(layer.feed_forward, MixtureSpec)]
     idle_expert_bytes = sum(_idle_expert_bytes(layer, model.hidden_size, plan, sizes) for layer in model.layers)
     return TokenCost(
         weight_bytes=weights_bytes - idle_expert_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
-        operations_per_token=2 * sum(_layer_weights(layer, model.hidden_size) for layer in model.layers),
+        operations_per_token=2 * sum(part.num_weights(model.hidden_size) for part in products),
         operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
         head_bytes=_bytes(sizes, model.vocab_size, model.hidden_size, plan.head),
         operations_per_sample=2 * model.vocab_size * model.hidden_size,
@@ -54,17 +55,12 @@ def cost(
     )
 
 
-def _layer_weights(layer: LayerSpec, hidden_size: int) -> int:
-    """Returns how many weights one token is multiplied by."""
-    return layer.mixer.num_weights(hidden_size) + layer.feed_forward.num_weights(hidden_size)
-
-
 def _idle_expert_bytes(layer: LayerSpec, hidden_size: int, plan: WeightPlan, sizes: PackedSizes) -> int:
     """Returns the bytes of the experts that one token does not choose."""
     part = layer.feed_forward
     if not isinstance(part, MixtureSpec):
         return 0
-    gate_up = _bytes(sizes, 2 * part.expert.inner, hidden_size, plan.layers)
+    gate_up = _bytes(sizes, part.expert.outputs, hidden_size, plan.layers)
     down = _bytes(sizes, hidden_size, part.expert.inner, plan.finer)
     return (part.router.num_experts - part.router.num_chosen) * (gate_up + down)
 
@@ -144,7 +140,7 @@ def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:
     attention += kept_bytes(mixer.kv_width, hidden, plan.finer)
     attention += kept_bytes(hidden, mixer.query_width, plan.layers)
     each, *shared = (
-        kept_bytes(2 * mlp.inner, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.finer)
+        kept_bytes(mlp.outputs, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.finer)
         for mlp in mlps_of(part)
     )
     if not isinstance(part, MixtureSpec):

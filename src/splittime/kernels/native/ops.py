@@ -94,6 +94,7 @@ def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFuse
         f"the norm of the heads is of {mixer.normed}": mixer.head_norm is not None and mixer.normed != "heads",
         "norms take off a mean": spec.norm.is_centred,
         "attention and MLP are given the same": spec.places == "shared",
+        "the MLP has no gate": not layer.feed_forward.spec.is_gated,
         "the activation is clamped": layer.feed_forward.spec.clamped is not None,
         "queries are multiplied by where they are": mixer.position.query_growth > 0,
     }

@@ -130,6 +130,7 @@ FAMILIES = {
     "mistral3": Family("Ministral3ForCausalLM", in_rope=MISTRAL),
     "command-r": Family("CohereForCausalLM", COHERE),
     "cohere2": Family("Cohere2ForCausalLM", {**COHERE, **WINDOW}),
+    "starcoder2": Family("Starcoder2ForCausalLM", {"norm_epsilon": COHERE["layer_norm_eps"], **WINDOW}),
     "gpt-oss": Family("GptOssForCausalLM", {**WINDOW, **EXPERTS}, given={"truncate": False}),
 }
 """By `general.architecture`."""

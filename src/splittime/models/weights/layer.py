@@ -25,14 +25,18 @@ def norm_scale(packer: Packer, names: LayerNames, module: str, *shape: int) -> T
     return (scale.float() + 1 if names.norms_less_one else scale).to(packer.ops.activation_dtype, copy=True)
 
 
-def pack_norm(ops: Ops, spec: layer.NormSpec, scale: Tensor) -> layer.PackedNorm:
-    wide = scale.to(ops.device, torch.float32)
-    return LayerNorm(wide, None, spec.eps) if spec.is_centred else ops.pack_norm(scale, spec.eps)
+def pack_norm(ops: Ops, spec: layer.NormSpec, scale: Tensor, bias: Tensor | None = None) -> layer.PackedNorm:
+    if not spec.is_centred:
+        return ops.pack_norm(scale, spec.eps)
+    wide = None if bias is None else bias.to(ops.device, torch.float32, copy=True)
+    return LayerNorm(scale.to(ops.device, torch.float32), wide, spec.eps)
 
 
 def take_norm(packer: Packer, config: ModelConfig, spec: layer.NormSpec, module: str) -> layer.PackedNorm:
     """Returns a norm of the residual stream."""
-    return pack_norm(packer.ops, spec, norm_scale(packer, layer_names(config.architecture), module, config.hidden_size))
+    scale = norm_scale(packer, layer_names(config.architecture), module, config.hidden_size)
+    bias = packer.source.take(f"{module}.bias", config.hidden_size) if spec.has_bias else None
+    return pack_norm(packer.ops, spec, scale, bias)
 
 
 BEFORE, AFTER = ("mixer_norm", "feed_forward_norm"), ("norm_after_mixer", "norm_after_feed_forward")
@@ -164,9 +168,8 @@ class LayerBuilder:
 
     def _mlp(self, names: MlpNames, spec: layer.MlpSpec, is_expert: bool = False) -> layer.MlpWeights:
         hidden, inner, has_bias = self.hidden_size, spec.inner, spec.has_bias
-        gate_up = self._pack(
-            (names.gate, inner, hidden), (names.up, inner, hidden), has_bias=has_bias, is_expert=is_expert
-        )
+        into = [(name, inner, hidden) for name in (names.gate, names.up)[not spec.is_gated :]]
+        gate_up = self._pack(*into, has_bias=has_bias, is_expert=is_expert)
         down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, finer=names.down)
         return layer.MlpWeights(spec, gate_up, down)
 

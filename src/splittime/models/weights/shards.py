@@ -28,7 +28,7 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.kernels.layer import LayerSpec, MixtureSpec, MlpSpec, mlps_of
+from splittime.kernels.layer import LayerSpec, MlpSpec, mlps_of
 from splittime.kernels.rounded import STEP_COLUMNS, UNITS
 from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import ModelConfig
@@ -50,7 +50,7 @@ def _cuts() -> dict[str, Cut]:
             for mlp in (names.mlp, names.expert, names.shared)
             for name, cut in zip(astuple(mlp), MLP_CUTS, strict=True)
         }
-        found |= {module.rpartition(".")[2]: cut for module, cut in (attention | mlps).items()}
+        found |= {module.rpartition(".")[2]: cut for module, cut in (attention | mlps).items() if module}
     return found
 
 
@@ -100,17 +100,9 @@ def own_config(model: ModelConfig, ranks: Ranks) -> ModelConfig:
 def _own_layer(layer: LayerSpec, count: int) -> LayerSpec:
     mixer, part = layer.mixer, layer.feed_forward
     heads = replace(mixer, num_heads=mixer.num_heads // count, num_kv_heads=max(1, mixer.num_kv_heads // count))
-    own: MlpSpec | MixtureSpec
-    if isinstance(part, MlpSpec):
-        own = _own_mlp(part, count)
-    else:
-        shared = None if part.shared is None else _own_mlp(part.shared, count)
-        own = replace(part, expert=_own_mlp(part.expert, count), shared=shared)
+    expert, *shared = (replace(mlp, inner=mlp.inner // count) for mlp in mlps_of(part))
+    own = expert if isinstance(part, MlpSpec) else replace(part, expert=expert, shared=shared[0] if shared else None)
     return replace(layer, mixer=heads, feed_forward=own)
-
-
-def _own_mlp(mlp: MlpSpec, count: int) -> MlpSpec:
-    return replace(mlp, inner=mlp.inner // count)
 
 
 def counted(own: ModelConfig, ranks: Ranks) -> ModelConfig:
