@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 from splittime.assemble.settings import BY_NAME, load, worker_settings
-from splittime.diagnose.agree import changed_by, flags_of
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import OF_TIME, OUR_PROGRAM, Finding
+from splittime.diagnose.finding import OF_TIME, OUR_PROGRAM, Finding, changed_by, flags_of
 
 NEGATIVE = re.compile(r"(?<![\w.,)\]])-\d")
 TOLD = re.compile(r"([\d.]+)% of (?:all|the) requests' time")

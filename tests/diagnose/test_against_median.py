@@ -7,7 +7,7 @@ from rich.console import Console
 from test_rules_queue import poisson
 from ward import Case, Ward, ids
 
-from splittime.diagnose.against_median import MIN_OTHERS, compare, comparison_text
+from splittime.diagnose.explain import MIN_OTHERS, compare, comparison_text
 from splittime.ledger import derive
 from splittime.ledger.stages import Cause, Stage
 

@@ -5,8 +5,7 @@ import pytest
 from test_diagnosis import finding
 
 from splittime.core.facts import RefusedValues
-from splittime.diagnose.agree import direction, flags_of, one_direction
-from splittime.diagnose.finding import Cure
+from splittime.diagnose.finding import Cure, direction, flags_of, one_direction
 
 
 def asking(name: str, *flags: str):

@@ -13,9 +13,16 @@ from ward import Ward
 
 from splittime.bench.book.records import Arm, Run, save
 from splittime.core.errors import ConfigError, NotFound
-from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, books_from_answers, books_from_file, books_from_run
+from splittime.diagnose.books import (
+    LIVE_ACCOUNTS,
+    LIVE_STEPS,
+    AccountQuestion,
+    accounts_from_file,
+    books_from_answers,
+    books_from_file,
+    books_from_run,
+)
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.found_accounts import AccountQuestion, accounts_from_file
 from splittime.ledger.account_json import account_json
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.ledger.sqlite import LedgerFile

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from test_against_median import plain
 from ward import Case, Ward, ids
 
-from splittime.diagnose.against_median import compare
 from splittime.diagnose.attribution import Computed, attribution, owners_between
 from splittime.diagnose.books import Books, make_books
-from splittime.diagnose.explain import LETTERS, STYLES, bar, explain
+from splittime.diagnose.explain import LETTERS, STYLES, bar, compare, explain
 from splittime.ledger import derive
 from splittime.ledger.stages import Stage
 

@@ -25,9 +25,8 @@ from ward import Case, Ward, ids
 import splittime.diagnose.rules
 from splittime.assemble.settings import BY_NAME, load, worker_settings
 from splittime.core.errors import ConfigError
-from splittime.diagnose.agree import changed_by, flags_of
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.finding import OUR_PROGRAM
+from splittime.diagnose.finding import OUR_PROGRAM, changed_by, flags_of
 
 SCRIPT = str(Path(sys.executable).with_name("splittime"))
 LIMIT_S = 120

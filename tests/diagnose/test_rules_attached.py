@@ -14,10 +14,9 @@ from test_rules_stated import CHATS, pauses
 from test_rules_stated import PROMPTS as LONGER
 from ward import MS, Case, Ward, ids
 
-from splittime.diagnose.agree import one_direction
 from splittime.diagnose.books import books_from_file
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.finding import Finding
+from splittime.diagnose.finding import Finding, one_direction
 from splittime.diagnose.sized import sized
 from splittime.diagnose.words import ATTACHED, RESTART, in_their_words
 

@@ -13,10 +13,9 @@ from benchmarks.scenarios.doctor.illnesses import ILLNESSES
 from benchmarks.scenarios.doctor.patients import Pace, Patient
 from benchmarks.scenarios.doctor.proxies import Deadline
 from splittime.bench.schedule import Planned
-from splittime.diagnose.agree import changed_by, flags_of
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import diagnose
-from splittime.diagnose.finding import NOTHING_FOUND
+from splittime.diagnose.finding import NOTHING_FOUND, changed_by, flags_of
 from splittime.scheduler.config import SchedulerConfig
 
 SLOW = Patient("slow", ("slow.gguf",), "slow", 368_640, Pace(0.008, 0.0008))

@@ -13,9 +13,8 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.change import Change
-from splittime.simulate.recorded import Recorded
+from splittime.simulate.recorded import Recorded, require_sound_accounts, require_sound_steps
 from splittime.simulate.replica import replica_of
-from splittime.simulate.sound_ledger import require_sound_accounts, require_sound_steps
 from splittime.simulate.trace import traced_requests
 from splittime.simulate.what_if import requests_of
 

@@ -15,8 +15,8 @@ from splittime.ledger.account_json import account_json
 from splittime.wire.target import base_of, get_json
 
 if TYPE_CHECKING:
+    from splittime.diagnose.books import FoundAccounts
     from splittime.diagnose.explain_trace import CriticalPath
-    from splittime.diagnose.found_accounts import FoundAccounts
     from splittime.ledger.account import ClosedAccount
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -53,7 +53,7 @@ def explain(
 def _find(
     request_id: str | None, slowest: int | None, url: str, ledger: Path | None, api_key: str | None
 ) -> "FoundAccounts":
-    from splittime.diagnose.found_accounts import AccountQuestion, accounts_from_file, accounts_from_server
+    from splittime.diagnose.books import AccountQuestion, accounts_from_file, accounts_from_server
 
     question = AccountQuestion(request_id, slowest)
     if ledger is not None:
@@ -65,10 +65,9 @@ def _find(
 
 
 def _as_json(found: "FoundAccounts") -> dict[str, Any]:
-    from splittime.diagnose.against_median import compare
     from splittime.diagnose.attribution import owners_between
     from splittime.diagnose.bill import bill, billed_to
-    from splittime.diagnose.explain import steps_of
+    from splittime.diagnose.explain import compare, steps_of
     from splittime.diagnose.known_prompts import computed_again
     from splittime.ledger.steps import device_time
 
@@ -89,7 +88,7 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
 
 
 def _print(found: "FoundAccounts") -> None:
-    from splittime.diagnose.against_median import compare, comparison_text
+    from splittime.diagnose.explain import compare, comparison_text
     from splittime.diagnose.explain import explain as explain_account
     from splittime.diagnose.explain_trace import explain_trace
 

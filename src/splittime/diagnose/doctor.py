@@ -2,7 +2,7 @@
 
 It begins with whose the requests' time was (`diagnose.attribution`): each nanosecond has one owner, and rules claim
 what is theirs. Illnesses are told before limits, what is largest first; what the books state and no rule explains is
-told as `no_cure_known` (`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.agree`).
+told as `no_cure_known` (`diagnose.unexplained`); and no flag is prescribed in two directions (`diagnose.finding`).
 
 It abstains rather than guesses. A rule runs only when the books hold what it needs, of enough requests
 (`MIN_REQUESTS`); what is missing is named. How sure a rule is, is said by its interval over requests, not by how many
@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from splittime.diagnose import finding as answers
-from splittime.diagnose.agree import one_direction
 from splittime.diagnose.bill import KeyWait
 from splittime.diagnose.books import Books
+from splittime.diagnose.finding import one_direction
 from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
 from splittime.diagnose.rules.evidence import num_requests, served, times_ns, total_ns

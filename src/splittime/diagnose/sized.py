@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace
 
 from splittime.core.errors import ConfigError
-from splittime.diagnose.agree import flags_of, number_of
 from splittime.diagnose.books import Books
 from splittime.diagnose.doctor import Diagnosis, found_again
 from splittime.diagnose.excerpt import Excerpt, latest_excerpt
-from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain
+from splittime.diagnose.finding import OUR_PROGRAM, Finding, Gain, flags_of, number_of
 from splittime.simulate.change import LIMITS, SIMULATED_KNOBS, Change, PredictedFigure
 from splittime.simulate.cost import OutOfRange
 

@@ -30,9 +30,9 @@ from splittime.core.errors import ConfigError
 from splittime.ledger.facts import ServerFacts
 from splittime.ledger.steps import StepRecord
 from splittime.simulate import cost
+from splittime.simulate.recorded import require_sound_steps
 from splittime.simulate.regression import Array, Line, clusters_of, line_of
 from splittime.simulate.shape import StepShape, StepTime, shape_of_record
-from splittime.simulate.sound_ledger import require_sound_steps
 
 MIN_STEPS = 50
 PACE_STEPS = {"decode": 60, "prompts": 15}  # recorded ones that say how fast the machine was meanwhile

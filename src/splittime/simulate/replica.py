@@ -32,11 +32,10 @@ from splittime.simulate.change import LIMITS, Change, changed
 from splittime.simulate.cost import MOST_NS, CostModel, Law, Noise, Pace, PaceOf, are_times
 from splittime.simulate.drafts import require_known_drafts
 from splittime.simulate.figures import Figures, RunningFigures
-from splittime.simulate.recorded import Mix, Recorded, mix_of, plans_ahead
+from splittime.simulate.recorded import Mix, Recorded, mix_of, plans_ahead, require_sound_accounts
 from splittime.simulate.replay import scheduler_config
 from splittime.simulate.run import Delivery, OnAccount, OnStep, SimulatedBooks, simulate_each
 from splittime.simulate.shape import StepShape, StepTime
-from splittime.simulate.sound_ledger import require_sound_accounts
 from splittime.simulate.trace import TracedRequest, at_speed
 
 MOST_SHOWN = 100  # characters of a value

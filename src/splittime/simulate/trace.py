@@ -29,7 +29,7 @@ from splittime.ledger.stages import Cause, Stage
 from splittime.ledger.steps import StepRecord
 from splittime.simulate.costed import mixed_tokens, output_token
 from splittime.simulate.drafts import RequestDrafts, drafts_of
-from splittime.simulate.sound_ledger import require_sound_accounts
+from splittime.simulate.recorded import require_sound_accounts
 
 END_TOKEN = 2**30  # no other token is so large
 MAX_REMEMBERED = 4_096  # requests whose tokens a later one may begin with

@@ -11,10 +11,9 @@ issue 3399, AutoAWQ issue 235).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from splittime.diagnose.agree import BYTES_OF
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import BYTES_OF, Abstention, Answer, Cure, Fact, Finding, rule
 from splittime.diagnose.floor import Bound, FloorGroup, Kind, floors, read_bytes_per_s, sentence
 from splittime.diagnose.rules.evidence import (
     LIKELY,
