@@ -155,6 +155,14 @@ class Rule(msgspec.Struct, frozen=True):
 RULES: dict[str, Rule] = {}
 
 
+class RuleEnd(Exception):
+    """Ends a rule with this answer: an abstention, or None where there is nothing to tell."""
+
+    def __init__(self, answer: Abstention | None) -> None:
+        super().__init__()
+        self.answer = answer
+
+
 def rule(
     *needs: str, root_of: tuple[str, ...] = (), explains: tuple[str, ...] = (), reads: tuple[str, ...] = ()
 ) -> Callable[[Check], Check]:
@@ -166,7 +174,10 @@ def rule(
 
         @wraps(check)
         def named(books: Any) -> Answer:
-            answer = check(books)
+            try:
+                answer = check(books)
+            except RuleEnd as end:
+                answer = end.answer
             return None if answer is None else replace(answer, name=name)
 
         RULES[name] = Rule(name, named, needs, root_of, meaning, tuple(map(str, explains)), reads)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from splittime.bench.book.records import Outcome, Sample
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import Abstention, Answer
+from splittime.diagnose.finding import Abstention, RuleEnd
 from splittime.diagnose.words import WORDS, MetricNames, Names, labels_of
 
 WATCHED, PROBED = "watched", "probed"  # `bench.observation.ServerKind`
@@ -178,26 +178,26 @@ def _at_ns(sample: Sample) -> int:
 MIN_STATES = 20  # samples; fewer are glimpses
 
 
-def asked(books: Books) -> Reported | Answer:
-    """What was told, or why nothing can be said."""
+def asked(books: Books) -> Reported:
+    """Returns what was told. Raises `RuleEnd` with why nothing can be said."""
     about = books.served
     if about is None or books.accounts:
-        return None  # a server that keeps accounts is diagnosed by them
+        raise RuleEnd(None)  # a server that keeps accounts is diagnosed by them
     found = reported(books)
     if found is None:
-        return Abstention(why=f"a server of kind {about.kind} tells nothing in words that are known here")
+        raise RuleEnd(Abstention(why=f"a server of kind {about.kind} tells nothing in words that are known here"))
     if not found.after:
-        return Abstention(why=f"{found.kind} shows no metrics ({found.words.metrics})")
+        raise RuleEnd(Abstention(why=f"{found.kind} shows no metrics ({found.words.metrics})"))
     return found
 
 
-def with_states(books: Books) -> Reported | Answer:
-    """As `asked`, and abstains unless the gauges were seen often enough."""
+def with_states(books: Books) -> Reported:
+    """As `asked`, and ends the rule unless the gauges were seen often enough."""
     found = asked(books)
-    if isinstance(found, Reported) and len(found.states) < MIN_STATES:
+    if len(found.states) < MIN_STATES:
         why = f"only {len(found.states)} samples of how many requests wait in the server; {MIN_STATES} are the least"
         hint = f" (does it show its metrics? {found.words.metrics})" if not found.states else ""
-        return Abstention(why=why + hint)
+        raise RuleEnd(Abstention(why=why + hint))
     return found
 
 

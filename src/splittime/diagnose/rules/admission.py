@@ -56,8 +56,7 @@ def slot_bound(books: Books) -> Answer:
     slots = max((step.num_running for step in books.steps), default=0)
     if not slots or _kv_use(books) > KV_FULL:
         return None
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     cost = step_cost.fit(books.steps)
     wanted = _slots_wanted(books, slots)
     gain = step_cost.batch_gain(cost, accounts, slots, wanted) if cost else None

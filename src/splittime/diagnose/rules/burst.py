@@ -54,9 +54,7 @@ def burst(books: Books) -> Answer:
         return None
     for request_id, prompts_ns in attribution(books).of(Computed.OTHERS_PROMPTS).items():
         behind[request_id] += prompts_ns * (request_id in sent)
-    share = stated(behind, accounts)  # it came, whether or not another run would have one
-    if not share.is_worth_it:
-        return share.unsure()
+    share = stated(behind, accounts).require()  # it came, whether or not another run would have one
     return _finding(accounts, found, behind, sent, share.value, share.interval)
 
 

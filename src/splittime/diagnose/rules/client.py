@@ -140,9 +140,7 @@ def client_backlog(books: Books) -> Answer:
     """Requests wait in the client, which has as many in flight as it may: the server has not been asked yet."""
     outcomes = [o for o in sent(books) if o.turn == 0 and o.sent_ns is not None]  # a later turn waits for an answer
     held = {outcome.request_id: float(outcome.held_ns) for outcome in outcomes if outcome.held_ns > 0}
-    share = of_outcomes(held, outcomes)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_outcomes(held, outcomes).require()
     flights = [(o.sent_ns, o.end_ns) for o in sent(books) if o.sent_ns is not None and o.end_ns is not None]
     served_ns = median(end_ns - sent_ns for sent_ns, end_ns in flights) or 0.0
     edges = sorted(edge for begin_ns, end_ns in flights for edge in ((begin_ns, 1), (end_ns, -1)))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from splittime.diagnose.attribution import Computed, attribution
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import BYTES_OF, Abstention, Answer, Cure, Fact, Finding, rule
+from splittime.diagnose.finding import BYTES_OF, Abstention, Answer, Cure, Fact, Finding, RuleEnd, rule
 from splittime.diagnose.floor import Bound, FloorGroup, Kind, floors, read_bytes_per_s, sentence
 from splittime.diagnose.rules.evidence import (
     LIKELY,
@@ -46,18 +46,18 @@ class NearCeiling(NamedTuple):
         """What the ceiling takes of such a step, at the least."""
         return sum(min(_own_ns(g, self.bound), g.device_ns) for g in self.groups) / max(1, _device_ns(self.groups))
 
-    @property
-    def refusal(self) -> Answer:
-        """What is answered instead of a finding; None where there is one, or nothing to tell. Steps beyond a ceiling
-        show that it is none, if they are most, or far beyond: it was measured in a worse moment, or counts what
-        rows share for each."""
+    def require(self) -> "NearCeiling":
+        """Returns itself. Raises `RuleEnd` where there is nothing to tell, and where steps beyond a ceiling show that
+        it is none, if they are most, or far beyond: it was measured in a worse moment, or counts what rows share for
+        each.
+        """
+        self.share.require()
         beyond = [group for group in self.groups if _nearness(group, self.bound) > 1]
         far = [group for group in beyond if _nearness(group, self.bound) > BEYOND]
-        if not self.share.is_worth_it:
-            return self.share.unsure()
-        if _device_ns(far) < ODD * _device_ns(self.groups) and _device_ns(beyond) < _device_ns(self.groups) / 2:
-            return None
-        return Abstention(why=f"what was measured as this machine's ceiling is none: {sentence(beyond[0])}")
+        if _device_ns(far) >= ODD * _device_ns(self.groups) or _device_ns(beyond) >= _device_ns(self.groups) / 2:
+            why = f"what was measured as this machine's ceiling is none: {sentence(beyond[0])}"
+            raise RuleEnd(Abstention(why=why))
+        return self
 
 
 def _held_by(books: Books, bound: Bound) -> NearCeiling:
@@ -160,9 +160,7 @@ def _expected(held: NearCeiling, smaller: str | None, kept: float) -> tuple[Fact
 @rule("accounts", "steps", "floor")
 def weight_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the weights from memory takes."""
-    held = _held_by(books, Bound.WEIGHTS)
-    if held.refusal is not None or not held.share.is_worth_it:
-        return held.refusal
+    held = _held_by(books, Bound.WEIGHTS).require()
     form, now = _weights(books)
     smaller = None if form else {"float32": "int8", "bfloat16": "int8", "float16": "int8", "int8": "int4"}.get(now)
     crossover = crossover_rows(books)
@@ -198,9 +196,7 @@ def _fewer_bytes(form: str, smaller: str | None) -> Cure:
 @rule("accounts", "steps", "floor")
 def kv_bandwidth_bound(books: Books) -> Answer:
     """Decoding takes as long as reading the cached keys and values takes."""
-    held = _held_by(books, Bound.KV)
-    if held.refusal is not None or not held.share.is_worth_it:
-        return held.refusal
+    held = _held_by(books, Bound.KV).require()
     kept = _kept(_kv_dtype(books), "int8")
     cure = Cure(sentence="Shorten the context, or take a model with fewer KV heads (GQA, MQA).")
     if kept < 1:
@@ -227,9 +223,7 @@ def kv_bandwidth_bound(books: Books) -> Answer:
 @rule("accounts", "steps", "floor")
 def compute_bound(books: Books) -> Answer:
     """Steps take as long as their multiplications take."""
-    held = _held_by(books, Bound.COMPUTE)
-    if held.refusal is not None or not held.share.is_worth_it:
-        return held.refusal
+    held = _held_by(books, Bound.COMPUTE).require()
     threads, cores = threads_and_cores(books)
     is_meant = _are_threads_meant(books)
     flags: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ import numpy
 
 from splittime.core.request import FinishReason
 from splittime.diagnose.books import Books
-from splittime.diagnose.finding import OF_REQUESTS, OF_TIME, Abstention
+from splittime.diagnose.finding import OF_REQUESTS, OF_TIME, Abstention, RuleEnd
 from splittime.ledger import derive
 from splittime.ledger.account import ClosedAccount, StageInterval
 from splittime.ledger.stages import Cause, Stage
@@ -149,6 +149,12 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     def as_fields(self) -> dict[str, Any]:
         """Returns the fields by which a `Finding` tells it."""
         return {"share_of_time": self.value, "share_interval": self.interval}
+
+    def require(self) -> "Share":
+        """Returns itself. Raises `RuleEnd` with what is `unsure` of a share that is not worth it."""
+        if not self.is_worth_it:
+            raise RuleEnd(self.unsure())
+        return self
 
     def unsure(self) -> Abstention | None:
         """For a share that is not worth it, or not surely so: None if it is too small as it stands."""

@@ -190,9 +190,7 @@ def slow_tokenizing(books: Books) -> Answer:
     """Turning texts into tokens takes a large part of the requests' time."""
     accounts = shown.served(books.accounts)
     taken = shown.times_ns(accounts, shown.in_stages(Stage.TOKENIZE, Stage.TOKENIZE_QUEUE))
-    share = of_requests(taken, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(taken, accounts).require()
     waited = shown.times_ns(accounts, shown.in_stages(Stage.TOKENIZE_QUEUE))
     worked_ns = sum(taken.values()) - sum(waited.values())
     rendered_ns = sum(account.render_ns for account in accounts)
@@ -240,9 +238,7 @@ def sampling_bound(books: Books) -> Answer:
     """Choosing the tokens takes a large part of each step."""
     accounts = shown.served(books.accounts)
     lost = attribution(books).of(Computed.SAMPLE)
-    share = of_requests(lost, accounts, SAMPLE_SHARE)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts, SAMPLE_SHARE).require()
     of_step = [s.sample_ns / max(1, s.end_ns - s.begin_ns) for s in books.steps if s.decode_tokens]
     rows = sum(s.decode_tokens for s in books.steps)
     each_ns = sum(s.sample_ns for s in books.steps) / max(1, rows)
@@ -292,9 +288,7 @@ def device_idle(books: Books) -> Answer:
     waiting = min(1.0, (device.gap_ns + device.paced_ns) / max(1, device.elapsed_ns))
     accounts = shown.served(books.accounts)
     computing = shown.times_ns(accounts, _COMPUTING)
-    share = of_requests({name: ns * waiting for name, ns in computing.items()}, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests({name: ns * waiting for name, ns in computing.items()}, accounts).require()
     rows = sum(len(step.rows) for step in books.steps) / len(books.steps)
     return Finding(
         claim=_claim(device),

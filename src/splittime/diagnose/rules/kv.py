@@ -59,9 +59,7 @@ def kv_bound(books: Books) -> Answer:
     """Requests wait in the queue for KV cache blocks, and more of them at once would be served faster."""
     accounts = shown.served(books.accounts)
     waits = waits_for_blocks_ns(accounts)
-    share = of_requests(waits, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(waits, accounts).require()
     batch = max(1, max(step.num_running for step in books.steps))
     cost = step_cost.fit(books.steps)
     wanted = sorted(step.num_running + step.num_waiting for step in books.steps)[int(0.95 * (len(books.steps) - 1))]

@@ -31,9 +31,7 @@ def loop_stalls(books: Books) -> Answer:
     accounts = sorted(served(books.accounts), key=lambda account: account.start_ns)
     lost = {account.request_id: float(account.unseen_ns) for account in accounts if account.unseen_ns}
     felt = [account.end_ns - account.start_ns + account.unseen_ns for account in accounts]
-    share = ratio([float(account.unseen_ns) for account in accounts], felt)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = ratio([float(account.unseen_ns) for account in accounts], felt).require()
     return Finding(
         claim=f"{len(lost)} requests lay in their sockets while the server's event loop was busy with something else: "
         f"{share.value:.0%} of the requests' time, from when they had come.",
@@ -74,9 +72,7 @@ def engine_loop_late(books: Books) -> Answer:
     """Requests had reached the engine, no step ran, and its loop took long to take them in."""
     accounts = served(books.accounts)
     found = _waits(books)
-    share = of_requests(found.by_request, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(found.by_request, accounts).require()
     is_waking = found.waking_ns > found.between_ns
     while_it = "it had no work and woke late" if is_waking else "it took in others or told news between two steps"
     return Finding(

@@ -53,9 +53,7 @@ def buffering_proxy(books: Books) -> Answer:
         return None  # the client's clock alone is no witness where its own checks failed
     lost = {o.request_id: _first_share(o) * (o.end_ns - o.intended_ns) for o in outcomes if o.end_ns is not None}
     facts = (Fact("of a request's time before its first chunk", f"{_first_share(outcomes[0]):.0%}"),)
-    share = client.of_outcomes(lost, client.streamed(books))
-    if not share.is_worth_it:
-        return share.unsure()
+    share = client.of_outcomes(lost, client.streamed(books)).require()
     return _buffered(len(outcomes), len(client.streamed(books)), lost, share, facts, POSSIBLE)
 
 
@@ -167,8 +165,7 @@ def nagle(books: Books) -> Answer:
         return None
     lost = dict(_acknowledged_ns(outcomes, both if first >= ACK_SHARE else ()))
     share = client.of_outcomes(lost, outcomes, MIN_SHARE / 2)  # 40 ms, where felt at all, are felt in every answer
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     return Finding(
         claim=f"Chunks wait about 40 ms on their way: {first:.0%} of the first chunks and {of_gaps:.0%} of the gaps "
         "that are felt, as when small writes wait for a delayed acknowledgement.",
@@ -240,9 +237,7 @@ def slow_way(books: Books) -> Answer:
     trips = sorted(books.served.round_trip_ns) if books.served is not None else []
     trip_ns = trips[len(trips) // 2] if trips else 0
     lost = {pair.outcome.request_id: float(_late_both_ns(pair, is_held)) for pair in both}
-    share = client.of_outcomes(lost, [pair.outcome for pair in both])
-    if not share.is_worth_it:
-        return share.unsure()
+    share = client.of_outcomes(lost, [pair.outcome for pair in both]).require()
     is_far = trip_ns >= late_ns / 4
     if not is_far and books.facts is not None and "unseen_ns" in books.facts.unknown:
         why = f"first chunks are {ms(late_ns):.0f} ms late, on the way or in the server's socket: its books do not"

@@ -35,9 +35,7 @@ def static_batching(books: Books) -> Answer:
         return None
     accounts = served(books.accounts)
     lost = attribution(books).of(Cause.POLICY)
-    share = of_requests(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts).require()
     rows = [len(step.rows) for step in books.steps if step.rows]
     return Finding(
         claim=f"{num_requests(accounts, lost)} requests waited for a whole batch to end, {share.value:.0%} of all "

@@ -248,9 +248,7 @@ def token_budget_bound(books: Books) -> Answer:
     rows = median(step.decode_tokens for step in books.steps if step.prefill_tokens) or 0
     again_ns = cost.step_ns(rows, 0, 0)
     lost = _lost_to_budget(waits, chunks, again_ns, attribution(books).of(Stage.PREFILL))
-    share = of_requests(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts).require()
     gain = (again_ns + largest * cost.prefill_ns) / (again_ns / 2 + largest * cost.prefill_ns)
     if gain < MIN_GAIN:
         why = f"prompts wait for the token budget, but twice as many tokens a step would be only {gain - 1:.0%} faster"

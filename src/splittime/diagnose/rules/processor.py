@@ -229,8 +229,7 @@ def engine_stopped(books: Books) -> Answer:
     free = max(0, 1 - ran.others / threads_and_cores(books)[1]) if ran is not None and waiting >= MIN_SHARE else 1
     if waiting > share.value * free:
         return None  # on a machine as full as that a thread is also off for those that it waits for: `cpu_starved`
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     off_ns = [float(step[Part.STOPPED]) for step in timeline(books).by_step]
     stopped = [ns for ns in (*off_ns, *sorted(unheard.values())[-1:]) if ns >= LONG_NS]
     if sum(stopped) < sum(off_ns) / 2:
@@ -361,9 +360,7 @@ def too_many_threads(books: Books) -> Answer:
     waited = found.of(Computed.CPU_WAIT)
     computed = found.of(Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE, Computed.OTHERS_PROMPTS)
     lost = {name: waited.get(name, 0.0) + computed.get(name, 0.0) * (1 - cores / threads) for name in computed}
-    share = of_requests(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts).require()
     return Finding(
         claim=f"{threads} threads compute on {cores} core{'s' * (cores != 1)}: while one waits for its turn the others "
         f"wait for it, for up to {share.value:.0%} of all requests' time.",

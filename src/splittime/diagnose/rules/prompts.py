@@ -226,8 +226,7 @@ def uncached_reuse(books: Books) -> Answer:
     accounts = served(books.accounts)
     missed = all_missed(books).begun
     tokens, saved_ns, share = _sums_of(books, missed)
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
     is_coarse = sum(miss.in_blocks for miss in missed) < tokens / 2
@@ -264,8 +263,7 @@ def prefix_broken(books: Books) -> Answer:
     accounts = served(books.accounts)
     missed = all_missed(books).varied
     tokens, saved_ns, share = _sums_of(books, missed)
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     at_token = int(median(miss.at_token for miss in missed) or 0)
     until = int(median(first_part_tokens(miss) for miss in missed) or 0)
     each = int(median(miss.tokens for miss in missed) or 0)
@@ -300,8 +298,7 @@ def history_differs(books: Books) -> Answer:
     """A conversation comes back without something that was in it before, and all behind that is computed again."""
     accounts, missed = served(books.accounts), all_missed(books).dropped
     _, saved_ns, share = _sums_of(books, missed)
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     at_token = int(median(miss.at_token for miss in missed) or 0)
     each, lacks = (int(median(of) or 0) for of in zip(*((miss.tokens, miss.dropped) for miss in missed), strict=True))
     thoughts = sum(account.reasoning_tokens for account in accounts)
@@ -348,8 +345,7 @@ def repeated_part(books: Books) -> Answer:
     twice = {account.request_id: _tokens_again(account, computed_until(books)) for account in accounts}
     wasted_ns = {a.request_id: twice[a.request_id] * token_ns(books, a) for a in accounts if twice[a.request_id]}
     lost_ns, share = _sums(books, twice, wasted_ns)
-    if not share.is_worth_it:
-        return share.unsure()
+    share.require()
     each = int(median(twice[request_id] for request_id in wasted_ns) or 0)
     return Finding(
         claim=f"{len(wasted_ns)} of {len(accounts)} prompts hold the same part more than once, {each} tokens of each "

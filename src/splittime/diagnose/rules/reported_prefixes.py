@@ -23,8 +23,6 @@ FOUND_HITS = 0.5  # of what was expected: a cache also evicts, and computes whil
 def reported_prefix_misses(books: Books) -> Answer:
     """Prompts were made to share their beginnings, and another server's cache is off, or hardly finds them."""
     found = asked(books)
-    if not isinstance(found, Reported):
-        return found
     assert books.run is not None
     whole = [o for o in found.outcomes if o.ending is Ending.COMPLETE and o.chunk_ns]
     shared = _shared(whole, found, float(books.run.settings.get("prefix_share") or 0.0))

@@ -105,8 +105,6 @@ def step_ratio(gaps: Gaps) -> float | None:
 def reported_budget(books: Books) -> Answer:
     """Another server cuts prompts into many steps that take hardly longer than steps without them."""
     found = asked(books)
-    if not isinstance(found, Reported):
-        return found
     if prefill_ns(found) is None:
         return Abstention(why=found.lacks(NO_PREFILL, found.words.prefill_s))
     if cut_into(found) is None:
@@ -178,8 +176,6 @@ AS_LONG = 2.0  # a gap beyond so many times what a prompt takes is not a prompt'
 def reported_interference(books: Books) -> Answer:
     """Streams stand still while another server computes somebody else's prompt."""
     found = asked(books)
-    if not isinstance(found, Reported):
-        return found
     if found.look == PROBED:
         return Abstention(why="cannot tell from a probe, whose prompts are its own: only a run of your load can")
     takes_ns = prefill_ns(found)
@@ -196,9 +192,7 @@ def _by_client(found: Reported, takes_ns: float) -> Answer:
     if ratio < MIN_RATIO:
         return None
     lost_ns = stalled_ns(gaps)
-    share = of_outcomes(lost_ns, found.outcomes)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_outcomes(lost_ns, found.outcomes).require()
     facts = (
         Fact("gap between chunks, nobody's prompt computed, usual", ms(quiet_ns), "ms"),
         Fact("while one is, usual", ms(gaps.during_ns or 0.0), "ms"),
@@ -221,9 +215,7 @@ def _by_server(found: Reported, takes_ns: float) -> Answer:
     if not long or takes_ns < MIN_RATIO * usual_s * 1e9:
         return None
     lost_s = sum((low - usual_s) * number for low, number in long)
-    share = counted(lost_s / max(1e-9, _felt_s(found)), int(sum(number for _, number in long)))
-    if not share.is_worth_it:
-        return share.unsure()
+    share = counted(lost_s / max(1e-9, _felt_s(found)), int(sum(number for _, number in long))).require()
     facts = (
         Fact("gaps between tokens of three times the median and more", f"{sum(n for _, n in long):.0f} of {count:.0f}"),
     )

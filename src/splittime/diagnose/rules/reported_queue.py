@@ -118,11 +118,7 @@ def _is_plateau(waiting: Sequence[Sample]) -> bool:
 def reported_slots(books: Books) -> Answer:
     """By another server's own count, requests wait while it runs as many at once as it may."""
     found = with_states(books)
-    if not isinstance(found, Reported):
-        return found
-    share = share_of(found, Held.SLOTS)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = share_of(found, Held.SLOTS).require()
     top = most(found.states)
     gaps = split(found.outcomes, prefill_ns(found) or 0.0)
     gain = gain_of_more(gaps.quiet, found.outcomes, top)
@@ -155,12 +151,8 @@ def _slots(found: Reported, share: Share, top: float, gain: float | None) -> Fin
 def reported_queue(books: Books) -> Answer:
     """By another server's own count, requests wait inside it, and neither slots nor KV memory explain it."""
     found = with_states(books)
-    if not isinstance(found, Reported):
-        return found
     own, unknown = share_of(found, Held.OWN), share_of(found, Held.UNKNOWN)
-    share = max(own, unknown, key=lambda one: one.value)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = max(own, unknown, key=lambda one: one.value).require()
     if share is own:
         claim = "most for something of their own: a grammar that is compiled, an adapter, a transfer of their KV"
         sentence = "Ask for fewer different grammars or adapters; neither slots nor memory would let them in sooner."
@@ -223,8 +215,6 @@ MIN_REFUSED, REFUSED_SHARE = 5, 0.05  # of the requests: fewer harm few
 def reported_refusals(books: Books) -> Answer:
     """Another server turns requests away at a bound of its own, while those that it takes hardly wait."""
     found = asked(books)
-    if not isinstance(found, Reported):
-        return found
     refused, queue_s, e2e_s = (
         found.grew(found.words.refused),
         found.mean(found.words.queue_s),
@@ -277,8 +267,6 @@ FEW_AT_ONCE = 2.0  # requests of the longest kind in the whole cache
 def reported_kv(books: Books) -> Answer:
     """By another server's own count, the next prompt does not fit into what is free of its KV cache."""
     found = with_states(books)
-    if not isinstance(found, Reported):
-        return found
     if all(state.kv_usage is None for state in found.states):
         return Abstention(why=found.lacks("the use of its KV cache"))
     share = share_of(found, Held.KV)
@@ -338,17 +326,13 @@ def _full(found: Reported, share: Share) -> Finding:
 def reported_preemptions(books: Books) -> Answer:
     """By another server's own count, its KV cache is full and running requests are thrown out of it."""
     found = with_states(books)
-    if not isinstance(found, Reported):
-        return found
     preemptions = found.grew(found.words.preemptions)
     if preemptions is None:
         return Abstention(why=found.lacks("how many requests it throws out of its KV cache"))
     if not is_preempting(found):
         return None
     full = [inside(s) if (s.kv_usage or 0.0) >= _nearly_full(found) else 0.0 for s in found.states]
-    share = ratio(full, [inside(state) for state in found.states])
-    if not share.is_worth_it:
-        return share.unsure()
+    share = ratio(full, [inside(state) for state in found.states]).require()
     return _preempted(found, preemptions, found.num_requests, share)
 
 

@@ -195,8 +195,7 @@ def speculation_costs(books: Books) -> Answer:
     if prices is None:
         return Abstention(why=TOO_FEW)
     without = gain(rows, prices, accounts)
-    if not without.is_worth_it:
-        return without.unsure()
+    without.require()
     return _costs(books, rows, prices, without, _fewer(rows, prices, accounts, without))
 
 

@@ -32,9 +32,7 @@ def paused(books: Books) -> Answer:
     """The engine was paused while requests were in flight."""
     accounts = served(books.accounts)
     lost = attribution(books).of(Cause.PAUSED)
-    share = stated(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = stated(lost, accounts).require()
     longest = max((i.duration_ns for a in accounts for i in a.intervals if i.cause is Cause.PAUSED), default=0)
     return Finding(
         claim=f"The engine was paused while {num_requests(accounts, lost)} requests were in flight: {share.value:.0%} "
@@ -95,9 +93,7 @@ def sleeping(books: Books) -> Answer:
 def adapters_wait(books: Books) -> Answer:
     """Requests wait since as many other adapters are in use as may be at once (max_loras)."""
     accounts, lost = served(books.accounts), attribution(books).of(Cause.LORA_SLOTS)
-    share = of_requests(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts).require()
     base = books.facts.model if books.facts is not None else ""
     names = {account.model for account in accounts} - {base}
     wanted, allowed = _most_at_once(accounts, base), setting(books, "max_loras")
@@ -140,9 +136,7 @@ def _most_at_once(accounts: list[ClosedAccount], base: str) -> int:
 def forms_wait(books: Books) -> Answer:
     """Requests wait for the form that their answers are held to: to be compiled, or to say which token may come."""
     accounts, lost = served(books.accounts), attribution(books).of(Cause.GRAMMAR)
-    share = of_requests(lost, accounts)
-    if not share.is_worth_it:
-        return share.unsure()
+    share = of_requests(lost, accounts).require()
     all_ns = sum(lost.values())
     before_ns = sum(in_stages(books, Cause.GRAMMAR, (Stage.QUEUE,)).values())
     is_compiling = before_ns >= all_ns / 2
