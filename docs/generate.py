@@ -439,7 +439,7 @@ def models_page() -> str:
         "Nor is a Command-R with `use_qk_norm`: each head has a scale of its own.\n"
         "* Adapters (LoRA) of joined projections (Phi-3, GLM-4) are refused by their tensors' names.\n"
         f"* As GGUF, by the file's `general.architecture`: {', '.join(f'`{name}`' for name in FAMILIES)}.\n"
-        "* Encoders (BERT, RoBERTa, XLM-R, ModernBERT) embed and rank texts: "
+        "* Encoders (BERT, RoBERTa, XLM-R, ModernBERT, EmbeddingGemma) embed and rank texts: "
         "[guide](../guides/embeddings.md#encoders).\n"
         "* Not served as text generators: state-space layers, MLA.\n"
     )

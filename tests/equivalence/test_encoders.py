@@ -33,6 +33,8 @@ SIZES = {
 }
 MODERN = {"local_attention": 9, "global_attn_every_n_layers": 2, "num_hidden_layers": 5, "num_attention_heads": 4}
 MODERN |= {"initializer_cutoff_factor": 9.0, "bos_token_id": 2, "cls_token_id": 2, "eos_token_id": 3, "sep_token_id": 3}
+GEMMA = {"head_dim": 10, "num_key_value_heads": 2, "num_hidden_layers": 7, "query_pre_attn_scalar": 12}
+GEMMA |= {"sliding_window": 9, "use_bidirectional_attention": True, "max_position_embeddings": 400}
 VARIANTS = {
     "bert": ("BertModel", "Bert", {"max_position_embeddings": 64}),
     "bert-tanh": ("BertForMaskedLM", "Bert", {"max_position_embeddings": 64, "hidden_act": "gelu_new"}),
@@ -44,6 +46,7 @@ VARIANTS = {
         MODERN
         | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "hidden_activation": "gelu_pytorch_tanh"},
     ),
+    "embedding-gemma": ("Gemma3TextModel", "Gemma3Text", GEMMA),
     "xlm-roberta": ("XLMRobertaModel", "XLMRoberta", {"type_vocab_size": 1, "pad_token_id": 1}),
 }
 TEXTS = ["w1 w2 w3", "w4", " ".join(f"w{number % 50}s" for number in range(30)), "w7 what w8", "w9 " * 20]
@@ -130,6 +133,52 @@ def test_a_modern_encoder_of_older_names_attends_near_and_far(tmp_path: Path) ->
         assert np.abs(np.array(embedding) - wanted).max() < MAX_ABS_ERROR
 
 
+IDENTITY, TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
+DENSE = [(48, 96, True, TANH), (96, 20, False, IDENTITY)]
+
+
+def write_dense(folder: Path, layers: list[tuple[int, int, bool, str]] = DENSE) -> list[torch.nn.Linear]:
+    """Puts layers behind the pooling, as sentence-transformers writes them, and returns them."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    modules = json.loads((folder / "modules.json").read_text())
+    made = []
+    for number, (inputs, outputs, has_bias, activation) in enumerate(layers, 2):
+        place = folder / f"{number}_Dense"
+        place.mkdir(exist_ok=True)
+        said = {"in_features": inputs, "out_features": outputs, "bias": has_bias, "activation_function": activation}
+        (place / "config.json").write_text(json.dumps(said))
+        made.append(torch.nn.Linear(inputs, outputs, has_bias))
+        safetensors.save_model(torch.nn.ModuleDict({"linear": made[-1]}), place / "model.safetensors")
+        modules.insert(number, {"type": "sentence_transformers.models.Dense", "path": place.name})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    return made
+
+
+def test_windows_to_both_sides_and_layers_behind_the_pooling(tmp_path: Path) -> None:
+    """As EmbeddingGemma is made, on texts within its window and far beyond it."""
+    model = make("embedding-gemma", tmp_path, sliding_window=150)
+    tokenizer, (wide, narrow) = write_tokenizer(tmp_path), write_dense(tmp_path)
+    llm = LLM(tmp_path, max_num_seqs=4, max_num_batched_tokens=512, num_threads=1, kernels="native")
+    texts = [" ".join(f"w{number * 7 % 50}" for number in range(count)) for count in (1, 73, 74, 149, 230, 398)]
+    for text, embedding in zip(texts, llm.embed(texts), strict=True):
+        with torch.no_grad():
+            states = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0]
+            wanted = torch.nn.functional.normalize(narrow(torch.tanh(wide(states.mean(0)))), dim=0).numpy()
+        assert np.abs(np.array(embedding) - wanted).max() < MAX_ABS_ERROR
+
+
+@pytest.mark.parametrize(
+    ("layers", "param"),
+    [([(47, 20, True, TANH)], "in_features"), ([(48, 20, True, "torch.nn.GELU")], "activation_function")],
+)
+def test_a_layer_behind_the_pooling_that_cannot_be_meant(tmp_path: Path, layers, param: str) -> None:
+    make("bert", tmp_path)
+    write_dense(tmp_path, layers)
+    with pytest.raises(ConfigError) as refused:
+        load_encoder_runner(RunnerConfig(model_path=str(tmp_path), num_threads=1), lambda *told: None)
+    assert (refused.value.info.param, "2_Dense/config.json" in str(refused.value)) == (param, True)
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bert")
@@ -157,7 +206,8 @@ def test_a_text_in_chunks_is_computed_whole_and_the_same_beside_another(bert: Pa
 
 
 @pytest.mark.parametrize(
-    ("variant", "inner"), [("bert", 80), ("modern", 80), ("bert", 37), ("bert-tanh", 64), ("bert-tanh", 37)]
+    ("variant", "inner"),
+    [("bert", 80), ("modern", 80), ("bert", 37), ("bert-tanh", 64), ("bert-tanh", 37), ("embedding-gemma", 80)],
 )
 def test_a_vector_is_the_same_to_the_bit_on_any_number_of_threads(variant: str, inner: int, tmp_path: Path) -> None:
     make(variant, tmp_path, intermediate_size=inner)

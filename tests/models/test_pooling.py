@@ -65,6 +65,16 @@ def test_what_is_not_implemented_is_named_and_only_embeddings_are_refused(
     assert words in read_pooling(write(tmp_path, kinds, **pooling), {}, SIZE).refusal
 
 
+@pytest.mark.parametrize("kinds", [("Transformer", "Dense", "Pooling"), ("Dense", *KINDS), (*KINDS, "Dense")])
+def test_a_dense_layer_is_only_behind_the_pooling(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    for name in ("0", "1_Pooling"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"out_features": 8, "pooling_mode": "mean"}))
+    modules = [{"type": kind, "path": "0" if kind == "Dense" else "1_Pooling"} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert "asks for " + ", ".join(kinds) in read_pooling(tmp_path, {}, SIZE, has_dense=True).refusal
+
+
 @pytest.mark.parametrize(
     ("values", "sizes", "may_be_cut"),
     [

@@ -544,6 +544,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
+    "Gemma3TextModel": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS, has_head=False),
     "LlamaModel": Architecture(_llama, has_head=False),
     "MistralModel": Architecture(_mistral, defaults={"sliding_window": SLIDING_WINDOW}, has_head=False),
     "Qwen3Model": Architecture(_qwen3, has_head=False),

@@ -15,6 +15,7 @@ from torch.nn import functional
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.layer import PackedWeight
 from splittime.kernels.plain import gelu
+from splittime.models.decoder_encoder import DecoderEncoder, read_decoder
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.encoder_parts import EncoderReader, JudgingHead, LayerNorm
 from splittime.models.modern_encoder import ModernEncoder, ModernReader
@@ -91,8 +92,13 @@ class TextEncoder:
         return torch.cat([each[0].transpose(0, 1).flatten(1) for each in made]).contiguous()
 
 
-def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> TextEncoder | ModernEncoder:
+AnyEncoder = TextEncoder | ModernEncoder | DecoderEncoder
+
+
+def load_encoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightScheme) -> AnyEncoder:
     """Reads the weights. Raises `ConfigError` naming a tensor that does not fit."""
+    if config.decoder is not None:
+        return read_decoder(folder, config, ops, scheme)
     kind = ModernReader if config.modern else _Reader
     return kind(folder, config, ops, scheme).encoder()
 

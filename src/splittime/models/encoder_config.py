@@ -6,6 +6,7 @@ generated. What their parts cannot say is refused by name.
     BertForMaskedLM, ..                the same with a head that is left unread
     BertForSequenceClassification, ..  with a head of one label, which judges a pair of texts (a cross-encoder)
     ModernBertModel, ..ForMaskedLM     positions as turns, and layers that attend to what is nearby
+    Gemma3TextModel                    a decoder's layers, `use_bidirectional_attention`: EmbeddingGemma
 """
 
 from pathlib import Path
@@ -15,6 +16,8 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Pooling
+from splittime.kernels.layer import MlpSpec
+from splittime.models.config import ModelConfig, parse_config
 from splittime.models.fields import EPSILON, LAYERS, LIMITS, THETA, Bounds, Fields, bad, read_json
 from splittime.models.parts import LAYER_KINDS, dtype_of
 from splittime.models.pooling import MODULES, read_pooling
@@ -23,6 +26,7 @@ _BODIES = {"Bert": "bert.", "Roberta": "roberta.", "XLMRoberta": "roberta."}  # 
 JUDGES = "ForSequenceClassification"
 _HEADS = ("Model", "ForMaskedLM", JUDGES)
 MODERN = "ModernBert"
+DECODERS = {"Gemma3TextModel": "use_bidirectional_attention"}  # and what says that they are encoders
 ENCODERS = {f"{body}{head}": body for body in _BODIES for head in _HEADS}
 ENCODERS |= {f"{MODERN}{head}": MODERN for head in ("Model", "ForMaskedLM")}
 _BIASED = {"attention_bias": "attn.", "mlp_bias": "mlp.", "norm_bias": "norm"}  # and what names of these parts have
@@ -47,7 +51,7 @@ class ModernLayer(msgspec.Struct, frozen=True):
 class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """prefix: of its tensors' names, in a checkpoint with a head. gelu: how torch is to approximate it. padding: the
     token from behind whose number positions count; None: they count from 0. modern: the layers of a ModernBERT; () for
-    other kinds. biased: parts of the names of what surely has a bias."""
+    other kinds. biased: parts of the names of what surely has a bias. decoder: whose layers these are."""
 
     architecture: str
     prefix: str
@@ -65,6 +69,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = Pooling()
     modern: tuple[ModernLayer, ...] = ()
     biased: tuple[str, ...] = ("",)
+    decoder: ModelConfig | None = None
 
     @property
     def is_judge(self) -> bool:
@@ -80,6 +85,10 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     def layer_products(self) -> tuple[tuple[int, int], ...]:
         """Outputs and inputs of each product of a layer."""
         width, inner = self.hidden_size, self.inner_size
+        if self.decoder is not None:
+            mixer = self.decoder.layers[0].mixer
+            mixed = mixer.query_width
+            return (mixed + 2 * mixer.kv_width, width), (width, mixed), (2 * inner, width), (width, inner)
         up = 2 * inner if self.modern else inner
         return (3 * width, width), (width, width), (up, width), (width, inner)
 
@@ -93,8 +102,11 @@ def is_encoder(path: Path) -> bool:
     """Returns whether a folder's `config.json` names an encoder. Raises `ConfigError` for one that cannot be read."""
     if not (path / "config.json").is_file():
         return False
-    names = read_json(path / "config.json").get("architectures")
-    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) and names[0] in ENCODERS
+    values = read_json(path / "config.json")
+    names = values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return False
+    return names[0] in ENCODERS or values.get(DECODERS.get(names[0], "")) is True
 
 
 def load_encoder_config(folder: Path) -> EncoderConfig:
@@ -103,7 +115,7 @@ def load_encoder_config(folder: Path) -> EncoderConfig:
     config = parse_encoder_config(values)
     if config.is_judge:
         return msgspec.structs.replace(config, pooling=_judging(values, config.hidden_size))
-    pooling = read_pooling(folder, values, config.hidden_size)
+    pooling = read_pooling(folder, values, config.hidden_size, has_dense=True)
     kind = pooling.kind if (folder / MODULES).exists() else "cls"
     return msgspec.structs.replace(config, pooling=msgspec.structs.replace(pooling, kind=kind, is_all=True))
 
@@ -111,6 +123,8 @@ def load_encoder_config(folder: Path) -> EncoderConfig:
 def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
     """Raises `ConfigError` naming the key and the value that cannot be served."""
     (name,) = values["architectures"]
+    if name in DECODERS:
+        return _of_decoder(name, parse_config({**values, DECODERS[name]: False}))
     fields = Fields(values, limits=_LIMITS)
     _refuse_unsupported(values, fields)
     body = ENCODERS[name]
@@ -140,6 +154,27 @@ def parse_encoder_config(values: dict[str, Any]) -> EncoderConfig:
     if config.max_position_embeddings < 2:
         raise bad("max_position_embeddings", config.num_positions, "room for two tokens behind pad_token_id")
     return config
+
+
+def _of_decoder(name: str, decoder: ModelConfig) -> EncoderConfig:
+    part = decoder.layers[0].feed_forward
+    assert isinstance(part, MlpSpec)
+    return EncoderConfig(
+        architecture=name,
+        prefix="",
+        vocab_size=decoder.vocab_size,
+        hidden_size=decoder.hidden_size,
+        inner_size=part.inner,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.layers[0].mixer.num_heads,
+        num_types=1,
+        num_positions=decoder.max_position_embeddings,
+        padding=None,
+        epsilon=decoder.norm.eps,
+        gelu=part.activation,
+        checkpoint_dtype=decoder.checkpoint_dtype,
+        decoder=decoder,
+    )
 
 
 def _modern_layers(values: dict[str, Any], fields: Fields) -> tuple[ModernLayer, ...]:

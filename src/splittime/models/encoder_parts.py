@@ -12,7 +12,11 @@ from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.layer import PackedWeight
 from splittime.kernels.plain import LayerNorm
 from splittime.models.encoder_config import EncoderConfig
+from splittime.models.fields import Fields
+from splittime.models.pooling import dense_layers
 from splittime.models.weights.checkpoint import Checkpoint
+
+TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,40 @@ class JudgingHead:
     def __call__(self, first: Tensor) -> Tensor:
         """first: the outputs of texts' first tokens, [texts, hidden] -> [texts, 1]."""
         return functional.linear(torch.tanh(functional.linear(first, *self.dense)), *self.output)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A layer behind the pooling."""
+
+    weight: Tensor
+    bias: Tensor | None
+    is_tanh: bool
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        made = functional.linear(pooled, self.weight, self.bias)
+        return torch.tanh(made) if self.is_tanh else made
+
+
+def read_dense(folder: Path, size: int) -> tuple[Dense, ...]:
+    """Returns the layers behind the pooling, of sentence-transformers' form. size: of what is pooled. Raises
+    `ConfigError` for what cannot be meant, or does not fit."""
+    found = []
+    for place, fields in dense_layers(folder):
+        if (inputs := fields.count("in_features")) != size:
+            raise fields.bad("in_features", inputs, f"{size}, as what it is given has")
+        size = fields.count("out_features")
+        found.append(_dense(Checkpoint(place), fields, size, inputs))
+    return tuple(found)
+
+
+def _dense(source: Checkpoint, fields: Fields, *shape: int) -> Dense:
+    named = fields.text("activation_function", TANH)
+    if named not in (TANH, IDENTITY):
+        raise fields.bad("activation_function", named, f"{TANH} or {IDENTITY}")
+    weight = source.take("linear.weight", *shape).float().clone()
+    bias = source.take("linear.bias", shape[0]).float().clone() if fields.flag("bias", True) else None
+    return Dense(weight, bias, named == TANH)
 
 
 class EncoderReader:

@@ -67,7 +67,7 @@ class ModernEncoder:
     def _attended(self, layer: GatedLayer, hidden: Tensor, sizes: list[int], turns: Turns) -> Tensor:
         heads = self.ops.linear(hidden, layer.projection).unflatten(1, (3, self.config.num_heads, -1))
         heads = torch.cat([_turned(heads[:, :2], turns), heads[:, 2:]], dim=1)
-        made = [_mixed(text.permute(1, 2, 0, 3), layer.kind.window) for text in heads.split(sizes)]
+        made = [mixed(text.permute(1, 2, 0, 3), layer.kind.window) for text in heads.split(sizes)]
         return torch.cat([each.transpose(0, 1).flatten(1) for each in made]).contiguous()
 
 
@@ -84,7 +84,7 @@ def _turned(heads: Tensor, turns: Turns) -> Tensor:
     return (heads.float() * cosine + torch.cat([-second, first], dim=-1) * sine).to(heads.dtype)
 
 
-def _mixed(text: Tensor, window: int | None) -> Tensor:
+def mixed(text: Tensor, window: int | None) -> Tensor:
     """text: [3, heads, tokens, size], queries, keys and values -> [heads, tokens, size]. window: tokens to each side
     that a token attends to; None: all. What lies beyond is not computed, whatever the text's length."""
     queries, keys, values = text.unsqueeze(1)

@@ -2,10 +2,11 @@
 
     modules.json              sentence-transformers' list: a transformer, a pooling, perhaps a normalisation
     1_Pooling/config.json     which pooling; the folder has the name that modules.json gives it
+    2_Dense/config.json, ..   layers behind the pooling, of an encoder (`dense_layers`)
     config.json               is_matryoshka, matryoshka_dimensions: may an embedding be cut; as vLLM reads them
     ARCHITECTURE.pooling_type   of a GGUF file, as llama.cpp reads it; its embeddings are normalised
 
-What these ask for and is not implemented (a dense layer behind the pooling, another kind of it) refuses embeddings by
+What these ask for and is not implemented (another kind of pooling, a dense layer of a decoder) refuses embeddings by
 name, and nothing else: the model may generate all the same. Files that cannot be meant are refused at the start.
 """
 
@@ -15,12 +16,13 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Pooling
-from splittime.models.fields import MAX_CONFIG_BYTES, Bounds, Fields, read_bounded, read_json
+from splittime.models.fields import LIMITS, MAX_CONFIG_BYTES, Bounds, Fields, read_bounded, read_json
 
 MODULES = "modules.json"
 MODES = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last"}
 GIVEN = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 ANY_MODE = "pooling_mode_"
+DENSE, SIZES = "Dense", ("in_features", "out_features")
 GGUF_KINDS = ("", "mean", "cls", "last", "")  # none, ..., rank
 
 
@@ -33,9 +35,9 @@ class _Module(msgspec.Struct):
         return self.type.rpartition(".")[2]
 
 
-def read_pooling(folder: Path, values: dict[str, object], size: int) -> Pooling:
-    """values: of the folder's config.json. size: of the model's outputs. Raises `ConfigError` for files that cannot be
-    meant."""
+def read_pooling(folder: Path, values: dict[str, object], size: int, has_dense: bool = False) -> Pooling:
+    """values: of the folder's config.json. size: of the model's outputs. has_dense: layers behind the pooling are
+    computed. Raises `ConfigError` for files that cannot be meant."""
     own = Fields(values)
     cuts = own.ints("matryoshka_dimensions", Bounds(1, size))
     plain = Pooling(size=size, sizes=cuts, may_be_cut=own.flag("is_matryoshka", True) or bool(cuts))
@@ -44,7 +46,10 @@ def read_pooling(folder: Path, values: dict[str, object], size: int) -> Pooling:
     modules = _modules(folder / MODULES)
     said = msgspec.structs.replace(plain, named_by=MODULES, is_normalised=modules[-1].kind == "Normalize")
     kinds = [module.kind for module in modules]
-    wanted = ["Transformer", "Pooling", "Normalize"][: max(2, len(kinds))]
+    dense = [module for module in modules if has_dense and module.kind == DENSE]
+    if dense:
+        said = msgspec.structs.replace(said, size=_config(folder, dense[-1]).count("out_features"))
+    wanted = ["Transformer", "Pooling", *[DENSE] * len(dense), "Normalize"][: max(2 + len(dense), len(kinds))]
     if kinds != wanted:
         refusal = f"{MODULES} asks for {', '.join(kinds)}; Transformer, Pooling and Normalize are what there is"
         return msgspec.structs.replace(said, refusal=refusal)
@@ -69,15 +74,27 @@ def _modules(path: Path) -> list[_Module]:
 
 def _kind(folder: Path, module: _Module) -> tuple[str, str]:
     """Returns the pooling that a module's folder names, "" for one that is not there, and what it is called."""
-    if Path(module.path).name != module.path or module.path in ("", ".."):
-        said = f"{MODULES} names the folder {module.path!r}, must be the plain name of one beside it"
-        raise ConfigError(said, param="path", value=module.path)
-    fields = Fields(read_json(folder / module.path / "config.json"), file=f"{module.path}/config.json")
+    fields = _config(folder, module)
     if (given := fields.text("pooling_mode", "")) != "":
         return GIVEN.get(given, ""), given
     asked = [name for name in fields.values if name.startswith(ANY_MODE) and fields.flag(name, False)]
     names = " and ".join(name.removeprefix(ANY_MODE) for name in asked) or "nothing"
     return MODES.get(asked[0], "") if len(asked) == 1 else "", names
+
+
+def dense_layers(folder: Path) -> list[tuple[Path, Fields]]:
+    """Returns the folder and the config of each layer behind the pooling, in order."""
+    modules = _modules(folder / MODULES) if (folder / MODULES).exists() else []
+    return [(folder / each.path, _config(folder, each)) for each in modules if each.kind == DENSE]
+
+
+def _config(folder: Path, module: _Module) -> Fields:
+    """Returns what a module's folder says of it."""
+    if Path(module.path).name != module.path or module.path in ("", ".."):
+        said = f"{MODULES} names the folder {module.path!r}, must be the plain name of one beside it"
+        raise ConfigError(said, param="path", value=module.path)
+    said = f"{module.path}/config.json"
+    return Fields(read_json(folder / said), file=said, limits=LIMITS | dict.fromkeys(SIZES, LIMITS["hidden_size"]))
 
 
 def gguf_pooling(kind: int | None, key: str, size: int) -> Pooling:

@@ -33,9 +33,9 @@ from splittime.core.step import Admitted, Row, RowResult, StepPlan, StepResult
 from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.models.encoder import TextEncoder, load_encoder
+from splittime.models.encoder import AnyEncoder, load_encoder
 from splittime.models.encoder_config import EncoderConfig, load_encoder_config
-from splittime.models.modern_encoder import ModernEncoder
+from splittime.models.encoder_parts import Dense, read_dense
 from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig, speculative_config
@@ -55,10 +55,11 @@ Part = list[int]  # of a step's texts, by their places
 
 @dataclass(eq=False)
 class EncoderRunner:
-    """Implements `core.step.Runner`."""
+    """Implements `core.step.Runner`. dense: layers behind the pooling."""
 
     config: RunnerConfig
-    encoder: TextEncoder | ModernEncoder
+    encoder: AnyEncoder
+    dense: tuple[Dense, ...]
     scheme: WeightScheme
     resolved: Resolved
     cost: TokenCost
@@ -110,10 +111,14 @@ class EncoderRunner:
                 assert self.encoder.head is not None
                 return self.encoder.head(states[:1])[0]
             case "cls":
-                return states[0]
+                pooled = states[0]
             case "last":
-                return states[-1]
-        return (states.double().sum(0) / len(states)).float()
+                pooled = states[-1]
+            case _:
+                pooled = (states.double().sum(0) / len(states)).float()
+        for layer in self.dense:
+            pooled = layer(pooled)
+        return pooled
 
     def _result(self, row: Row, pooled: Tensor | None) -> RowResult:
         if pooled is None:
@@ -138,7 +143,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     ops, scheme = make_backend(kernels, dtype), machine.choose_weights(config, name, kernels).layers
     ops.set_threads(config.num_threads or this_process.num_cores())
     with torch.inference_mode():
-        encoder = load_encoder(folder, model, ops, scheme)
+        encoder, dense = load_encoder(folder, model, ops, scheme), read_dense(folder, model.hidden_size)
     on_phase("load weights", begin_ns, time.monotonic_ns())
     reasons = {"dtype": name, "because": dtype_reason, "kernels": kernels_reason}
     weights_bytes = _weights_bytes(model, ops, scheme)
@@ -150,7 +155,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
     )
     resolved = _resolved(config, encoder, scheme, reasons, weights_bytes)
     ops.set_threads(resolved.num_threads)
-    return EncoderRunner(config, encoder, scheme, resolved, cost)
+    return EncoderRunner(config, encoder, dense, scheme, resolved, cost)
 
 
 def _choose_kernels(config: RunnerConfig, model: EncoderConfig) -> tuple[str, str]:
@@ -221,7 +226,7 @@ def _num_threads(config: RunnerConfig, kernels: str) -> tuple[int, str]:
 
 def _resolved(
     config: RunnerConfig,
-    encoder: TextEncoder | ModernEncoder,
+    encoder: AnyEncoder,
     scheme: WeightScheme,
     reasons: dict[str, str],
     weights_bytes: int,
@@ -272,7 +277,7 @@ def _resolved(
 class TextParts:
     """Computes the texts of a step. num_threads: of the kernels."""
 
-    def __init__(self, encoder: TextEncoder | ModernEncoder, num_threads: int) -> None:
+    def __init__(self, encoder: AnyEncoder, num_threads: int) -> None:
         self._encoder, self._num_threads = encoder, num_threads if encoder.ops.name == "native" else 1
         self._threads: ThreadPoolExecutor | None = None
         if self._num_threads > 1:
