@@ -135,6 +135,8 @@ TWO_ROPES = {
 GROWING = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 11}
 GEMMA = {"head_dim": 20, "hidden_size": 54, "query_pre_attn_scalar": 14}  # 54: its root is none that is exact
+GEMMA_4 = {"head_dim": 20, "global_head_dim": 32, "sliding_window": 11, "hidden_size_per_layer_input": 0}
+LAST_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 PLAIN_HYBRID = {
     "mamba_n_heads": 4,
@@ -207,6 +209,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"head_dim": 20, "hidden_size": 36, "query_pre_attn_scalar": 20, "sliding_window": 11, "num_hidden_layers": 7},
     ),
+    "gemma4": ("Gemma4", {**GEMMA_4, "num_hidden_layers": 7}),
+    "gemma4-keys-are-values": (
+        "Gemma4",
+        {**GEMMA_4, **LAST_FULL, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size": 54},
+    ),
+    "gemma4-experts": (
+        "Gemma4",
+        {
+            **{**GEMMA_4, **LAST_FULL, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24},
+            **{"enable_moe_block": True, "final_logit_softcapping": 2.0, "use_bidirectional_attention": "vision"},
+        },
+    ),
     "gemma3-linear": ("Gemma3", {**GEMMA, **KINDS, "rope_parameters": TWO_ROPES, "attention_bias": True}),
 }
 """Decoders whose layers differ from Llama's; texts of 300 tokens are read by them."""
@@ -224,10 +238,12 @@ def make(variant: str, folder: Path) -> Any:
     model = kind(kind.config_class(**{**BASE, **differences})).float().eval()
     for parameter_name, parameter in model.named_parameters():
         # else all zeros or all ones, which would hide errors
-        if any(word in parameter_name for word in ("bias", "norm", "sinks")):
+        if any(word in parameter_name for word in ("bias", "norm", "sinks", "scale")):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        if variant.startswith("gemma4") and "q_norm" in parameter_name:
+            parameter.data.mul_(0.2)  # its scores are divided by nothing: trained norms keep them small
     for name, buffer in model.named_buffers():
-        if "correction" in name:
+        if "correction" in name or "layer_scalar" in name:
             buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model

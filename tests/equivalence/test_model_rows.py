@@ -22,6 +22,7 @@ VARIED = (
     "glm-moe-groups",
     "gemma2",
     "gemma3",
+    "gemma4-experts",
     "hunyuan",
     "olmo3",
     "ministral3",

@@ -31,7 +31,7 @@ def renamed(folder, body, head):
 )
 @pytest.mark.parametrize(
     ("variant", "name"),
-    [("gemma3-linear", "Gemma3"), ("ministral3", "Mistral3"), ("mistral-window", "Mistral3")],
+    [("gemma3-linear", "Gemma3"), ("gemma4", "Gemma4"), ("ministral3", "Mistral3"), ("mistral-window", "Mistral3")],
 )
 def test_the_text_part_of_a_multimodal_model(variant, name, body, head, tmp_path):
     make(variant, tmp_path)

@@ -25,6 +25,10 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 GRANITE = {"architectures": ["GraniteForCausalLM"]}
 GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
+GEMMA_4 = {
+    **{"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+    **{"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16},
+}
 COHERE = {"architectures": ["CohereForCausalLM"]}
 PLACES = {
     **dict.fromkeys(["num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"], EXPERTS),
@@ -47,6 +51,8 @@ PLACES = {
     **dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], GEMMA_2),
     **dict.fromkeys(["layer_norm_eps", "logit_scale"], COHERE),
     "norm_epsilon": {"architectures": ["Starcoder2ForCausalLM"]},
+    **dict.fromkeys(["hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts"], GEMMA_4),
+    **dict.fromkeys(["global_head_dim", "num_global_key_value_heads"], GEMMA_4),
     "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }
 """What else the config needs so that the field is read."""

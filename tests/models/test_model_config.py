@@ -97,7 +97,7 @@ def test_mixtures_of_experts():
         ({"architectures": None}, ["architectures"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "hqq", "awq, gptq"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, ["proportional", "linear", "llama3"]),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "linear", "llama3"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["dynamic"]),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
         ({"rope_scaling": 3}, ["rope_scaling", "3"]),
@@ -292,6 +292,45 @@ def test_only_gemma_2_caps_its_scores():
     for name, cap in {"Gemma2ForCausalLM": 30.0, "Gemma3ForCausalLM": 0.0}.items():
         config = parse_config({**GEMMA, "architectures": [name], **caps})
         assert (config.layers[0].mixer.score_cap, config.logits_cap) == (cap, 20.0)
+
+
+GEMMA_4 = {**GEMMA, "architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "num_hidden_layers": 7}
+BY_LAYER = {"per_layer_config": {"5": {"head_dim": 32}, "6": {"head_dim": 64, "num_key_value_heads": 2}}}
+
+
+def test_layers_of_gemma_4_have_heads_of_their_own():
+    """As its older configs say it, and as newer ones do; keys are values only where a layer sees all."""
+    said = {"global_head_dim": 24, "num_global_key_value_heads": 2}
+    for given, sizes in (
+        (said, [(24, 1), (24, 1)]),
+        ({**said, "attention_k_eq_v": True}, [(24, 2), (24, 2)]),
+        ({}, [(512, 1), (512, 1)]),
+        ({**said, **BY_LAYER}, [(32, 1), (64, 2)]),
+    ):
+        mixers = [layer.mixer for layer in parse_config({**GEMMA_4, "num_key_value_heads": 1, **given}).layers]
+        assert [(one.head_dim, one.num_kv_heads) for one in mixers] == [(16, 1)] * 5 + sizes
+        shares = given.get("attention_k_eq_v", False)
+        assert [one.keys_are_values for one in mixers] == [False] * 5 + [shares] * 2
+        assert [one.window_tokens for one in mixers] == [512] * 5 + [None] * 2
+    assert mixers[-1].position == RopeSpec("proportional", 1e6, share=0.25)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size_per_layer_input", 256),
+        ("num_kv_shared_layers", 3),
+        ("layer_types", ["sliding_attention"] * 7),
+        ("per_layer_config", [{}]),
+        ("per_layer_config", {"7": {"head_dim": 32}}),
+        ("per_layer_config", {"0": {"sliding_window": 32}}),
+        ("use_bidirectional_attention", "all"),
+    ],
+)
+def test_what_of_gemma_4_is_not_served_is_refused_by_name(key, value):
+    with pytest.raises(ConfigError) as refused:
+        parse_config({**GEMMA_4, key: value})
+    assert refused.value.info.param == key
 
 
 def test_only_hunyuans_dynamic_rope_has_an_alpha():

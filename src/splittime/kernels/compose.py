@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops
 from splittime.kernels.layer import (
+    ApartNorms,
     AttentionWeights,
     Clamped,
     LayerWeights,
@@ -39,11 +40,14 @@ class ComposedLayer:
     def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
         ops, layer = self.ops, self.weights
         hidden, normed = attention(ops, layer, hidden, turns, kv, plan, uses)
-        if layer.norm_after_feed_forward is None:
-            return feed_forward(ops, layer.feed_forward, normed, hidden, uses)
-        return hidden + ops.rms_norm(
-            feed_forward(ops, layer.feed_forward, normed, None, uses), layer.norm_after_feed_forward
-        )
+        part, after = layer.feed_forward, layer.norm_after_feed_forward
+        if after is None:
+            hidden = feed_forward(ops, part, normed, hidden, uses)
+        elif isinstance(part, MixtureWeights) and part.norms is not None:
+            hidden = hidden + ops.rms_norm(apart(ops, part, part.norms, normed, hidden), after)
+        else:
+            hidden = hidden + ops.rms_norm(feed_forward(ops, part, normed, None, uses), after)
+        return hidden if layer.factor == 1.0 else hidden * layer.factor
 
 
 def normed_by(ops: Ops, norm: PackedNorm | None, x: Tensor) -> Tensor:
@@ -86,6 +90,9 @@ def attend(
     if part.query_factors is not None:
         factors.append(part.query_factors)
     qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
+    if part.value_norm is not None:
+        values = qkv[:, -spec.num_kv_heads :]
+        values.copy_(ops.rms_norm(values.reshape(-1, spec.head_dim), part.value_norm).view_as(values))
     ops.rope_write(qkv, part.head_norm, turns, kv, plan)
     queries = qkv[:, : spec.num_heads]
     for factor in factors:
@@ -123,13 +130,27 @@ def clamped_mul(gate_up: Tensor, clamped: Clamped) -> Tensor:
 
 
 def mixture(ops: Ops, part: MixtureWeights, x: Tensor, residual: Tensor | None) -> Tensor:
-    """An expert runs once, on all the tokens that chose it."""
-    weights, chosen = choose_experts(ops.linear(x, part.router), part.spec, part.correction)
+    return _with_experts(ops, part, x, x, _beside(ops, part, x, residual))
+
+
+def apart(ops: Ops, part: MixtureWeights, norms: ApartNorms, x: Tensor, hidden: Tensor) -> Tensor:
+    """x: what the shared expert is given. hidden: the residual stream, whose norms the others are given."""
+    assert part.shared is not None
+    shared = ops.rms_norm(mlp(ops, part.shared, x, None), norms.after_shared)
+    given = ops.rms_norm(hidden, norms.experts)
+    made = _with_experts(ops, part, ops.rms_norm(hidden, norms.router), given, torch.zeros_like(given))
+    return shared + ops.rms_norm(made, norms.after_experts)
+
+
+def _with_experts(ops: Ops, part: MixtureWeights, routed: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    """Adds to `out` what the experts that `routed` chooses make of x. Each runs once, on all tokens that chose it."""
+    weights, chosen = choose_experts(ops.linear(routed, part.router), part.spec, part.correction)
+    if part.shares is not None:
+        weights = weights * part.shares[chosen]
     order = chosen.flatten().argsort()  # (token, choice) pairs, grouped by expert
     tokens = order // part.spec.num_chosen
     shares = weights.flatten()[order].to(x.dtype).unsqueeze(1)
     counts = chosen.flatten().bincount(minlength=len(part.experts)).tolist()
-    out = _beside(ops, part, x, residual)
     begin = 0
     for expert, count in zip(part.experts, counts, strict=True):
         if count:

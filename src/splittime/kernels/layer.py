@@ -29,16 +29,20 @@ class NormSpec:
     has_bias: bool = False
 
 
+PROPORTIONAL = "proportional"
+
+
 @dataclass(frozen=True)
 class RopeSpec:
     """A rotary position embedding; all after `theta` are read only by the types that use them, but for the last three.
 
-    rope_type: "default", "linear", "llama3", "yarn" or "longrope", as in `config.json`; or "divided", which is how GGUF
-        files say what they do: each pair's frequency is divided by its own of `divisors`.
+    rope_type: "default", "linear", "llama3", "yarn", "longrope" or "proportional", as in `config.json`; or "divided",
+        which is how GGUF files say what they do: each pair's frequency is divided by its own of `divisors`.
     divisors, far_divisors: of "longrope", for contexts up to `original_max_position_embeddings`, and for longer.
     fast_turns, slow_turns, truncates: of "yarn", between how many turns in the original context the pairs are blended,
         and whether the blend begins and ends at whole pairs.
-    share: of each head's elements, the first, that are turned; with 0 the layer knows no positions.
+    share: of each head's elements, the first, that are turned; with 0 the layer knows no positions. "proportional": of
+        the pairs that all of a head's elements make.
     factor_of_turned: what they are multiplied by besides.
     query_growth: g, above 0: a turned query at position p is multiplied by 1 + g ln(1 + floor(p / original context)).
     """
@@ -64,7 +68,7 @@ class RopeSpec:
 
     def turned_dims(self, head_dim: int) -> int:
         """Returns how many of a head's elements are turned."""
-        return int(head_dim * self.share)
+        return head_dim if self.rope_type == PROPORTIONAL else int(head_dim * self.share)
 
 
 NO_ROPE = RopeSpec("default", theta=1.0, share=0.0)
@@ -80,6 +84,8 @@ class AttentionSpec:
     score_factor: on the scores; None: one over the root of head_dim. score_cap: above 0, a score s becomes
         score_cap * tanh(s / score_cap).
     has_sinks: each head has a score of its own for seeing nothing, which takes its share of the softmax.
+    value_norm: values pass this norm, head by head, with a scale of 1. keys_are_values: the product that makes keys
+        makes values too, which are what it is before norms and position.
     """
 
     num_heads: int
@@ -94,6 +100,8 @@ class AttentionSpec:
     score_factor: float | None = None
     score_cap: float = 0.0
     has_sinks: bool = False
+    value_norm: NormSpec | None = None
+    keys_are_values: bool = False
 
     @property
     def scale(self) -> float:
@@ -171,12 +179,14 @@ class RouterSpec:
 @dataclass(frozen=True)
 class MixtureSpec:
     """A mixture of experts, all of which have the shape of `expert`, and one that every token goes to: `shared`, times
-    the sigmoid of a product of its own if `gates_shared`."""
+    the sigmoid of a product of its own if `gates_shared`. is_apart: the experts and their router are each given what a
+    norm of their own makes of the residual stream, and what they add passes another, as that of `shared` does."""
 
     router: RouterSpec
     expert: MlpSpec
     shared: MlpSpec | None = None
     gates_shared: bool = False
+    is_apart: bool = False
 
     def num_weights(self, hidden_size: int) -> int:
         """Returns how many weights one token is multiplied by."""
@@ -257,7 +267,7 @@ class PackedNorm:
 @dataclass(frozen=True)
 class AttentionWeights:
     """qkv: [query_width + 2 kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
-    head_dim]; sinks: float32 [num_heads]; None where the spec has none, or norms of all.
+    head_dim]; value_norm: its scale is 1; sinks: float32 [num_heads]; None where the spec has none, or norms of all.
 
     all_norms: of all queries, and of all keys, of a token, together or apart. query_factors: [head_dim], what turned
         queries are multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.
@@ -270,6 +280,7 @@ class AttentionWeights:
     all_norms: tuple[PackedNorm, PackedNorm] | None = None
     query_factors: Tensor | None = None
     sinks: Tensor | None = None
+    value_norm: PackedNorm | None = None
 
     @property
     def weighing(self) -> Weighing:
@@ -285,10 +296,19 @@ class MlpWeights:
     down: PackedWeight
 
 
+class ApartNorms(NamedTuple):
+    """What router and experts are given, and what passes of the shared expert's output and of theirs."""
+
+    router: PackedNorm
+    experts: PackedNorm
+    after_shared: PackedNorm
+    after_experts: PackedNorm
+
+
 @dataclass(frozen=True)
 class MixtureWeights:
-    """router: [num_experts, hidden]; correction: float32 [num_experts]; shared_gate: [1, hidden]. The last three are
-    None where the spec has none."""
+    """router: [num_experts, hidden]; correction: float32 [num_experts]; shared_gate: [1, hidden]; shares: float32
+    [num_experts], what weights are multiplied by. The last five are None where the spec has none."""
 
     spec: RouterSpec
     router: PackedWeight
@@ -296,12 +316,14 @@ class MixtureWeights:
     correction: Tensor | None = None
     shared: MlpWeights | None = None
     shared_gate: PackedWeight | None = None
+    norms: ApartNorms | None = None
+    shares: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """A layer of `kernels.layer`, each part with its weights, and the norms before and after each, where there are
-    some."""
+    some. factor: what its output is multiplied by."""
 
     spec: LayerSpec
     mixer_norm: PackedNorm | None
@@ -310,3 +332,4 @@ class LayerWeights:
     feed_forward: MlpWeights | MixtureWeights
     norm_after_mixer: PackedNorm | None = None
     norm_after_feed_forward: PackedNorm | None = None
+    factor: float = 1.0

@@ -110,8 +110,9 @@ def projections(config: ModelConfig, index: int) -> dict[str, Projection]:
     heads = (0, 0) if names.rows_are_paired else (mixer.head_dim, turned)
     found = {names.output: Projection("output", 0, hidden, query)}
     if not names.qkv:
+        found[names.query] = Projection("qkv", 0, query, hidden, *heads)
+    if not names.qkv and not mixer.keys_are_values:
         found |= {
-            names.query: Projection("qkv", 0, query, hidden, *heads),
             names.key: Projection("qkv", query, kv, hidden, *heads),
             names.value: Projection("qkv", query + kv, kv, hidden),
         }

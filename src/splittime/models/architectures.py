@@ -91,6 +91,12 @@ class LayerNames:
     shared: MlpNames = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
     shared_gate: str = "mlp.shared_expert_gate"
     sinks: str = "self_attn.sinks"
+    router_scale: str = "router.scale"
+    shares: str = "router.per_expert_scale"
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    norm_after_shared: str = "post_feedforward_layernorm_1"
+    norm_after_experts: str = "post_feedforward_layernorm_2"
+    factor: str = ""
     stacked: Stacked | None = None
     rows_are_paired: bool = False
     norms_less_one: bool = False
@@ -416,6 +422,31 @@ def _gemma3(fields: Fields) -> tuple[LayerSpec, ...]:
     return _sandwiched(fields, every, local_theta=local_theta, head_norm=parts.norm(fields))
 
 
+def _gemma4(fields: Fields) -> tuple[LayerSpec, ...]:
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if (given := fields.count(key, 0)) != 0:
+            raise fields.bad(key, given, "0 (what layers are given of their own, or share, is not implemented)")
+    norm, windows = parts.norm(fields), parts.same_windows(fields, 512)
+    windows = parts.windows_of_kinds(fields, windows, [*parts.all_but_every(6, windows)[:-1], False])
+    if windows[-1] is not None:
+        raise fields.bad("layer_types", parts.SLIDING, f"{parts.FULL} for the last layer")
+    shares = fields.flag("attention_k_eq_v", False)
+    wide = {"head_dim": fields.count("global_head_dim", 512)}
+    if shares and (num_heads := fields.count_or_none("num_global_key_value_heads")):
+        wide["num_key_value_heads"] = num_heads
+    own = parts.per_layer(fields, [wide if window is None else {} for window in windows])
+    alike = {"head_norm": norm, "value_norm": norm, "score_factor": 1.0, **_biases(fields)}
+    mixers = parts.attention_by_layer(fields, windows, own, **alike)
+    mixers = [replace(one, keys_are_values=shares and one.window_tokens is None) for one in mixers]
+    mlps = parts.mlps(fields, activation="gelu_tanh")
+    if not fields.flag("enable_moe_block", False):
+        return parts.layers(norm, mixers, mlps, "both")
+    router = parts.router(fields, num_chosen=8, normalises=True)
+    expert = replace(mlps[0], inner=fields.count("moe_intermediate_size"))
+    mixtures = [MixtureSpec(router, expert, mlp, is_apart=True) for mlp in mlps]
+    return parts.layers(norm, mixers, mixtures, "both")
+
+
 def _gemma_ends(fields: Fields) -> Ends:
     """The embedding's factor is rounded as the checkpoint's numbers are, which is how it was trained."""
     dtype = getattr(torch, parts.dtype_of(fields))
@@ -447,6 +478,14 @@ HUNYUAN = LayerNames(query_norm="self_attn.query_layernorm", key_norm="self_attn
 GLM = LayerNames(rows_are_paired=True, gate_up="mlp.gate_up_proj")
 GEMMA = LayerNames(norms_less_one=True)
 SANDWICH = replace(GEMMA, mlp_norm="pre_feedforward_layernorm")
+GEMMA_4 = LayerNames(
+    mlp_norm="pre_feedforward_layernorm",
+    router="router.proj",
+    experts="experts.{}.",
+    shared=LayerNames.mlp,
+    stacked=Stacked("experts.gate_up_proj", "experts.down_proj"),
+    factor="layer_scalar",
+)
 GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 GEMMA_2_DEFAULTS = {
     **GEMMA_DEFAULTS,
@@ -458,6 +497,15 @@ GEMMA_3_DEFAULTS = {
     **GEMMA_2_DEFAULTS,
     **{"vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0},
     **{"final_logit_softcapping": None, "attn_logit_softcapping": None},
+}
+GEMMA_4_DEFAULTS = {
+    **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "head_dim": 256},
+    **{"tie_word_embeddings": True, "hidden_size_per_layer_input": 256},
+    "rope_parameters": {
+        parts.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        parts.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }
 MINISTRAL_YARN = {
     **{"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384},
@@ -544,6 +592,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
+    "Gemma4ForCausalLM": Architecture(_gemma4, GEMMA_4, _gemma_ends, GEMMA_4_DEFAULTS),
     "Gemma3TextModel": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS, has_head=False),
     "LlamaModel": Architecture(_llama, has_head=False),
     "MistralModel": Architecture(_mistral, defaults={"sliding_window": SLIDING_WINDOW}, has_head=False),
@@ -551,6 +600,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 WRAPPERS = {
     ("Gemma3ForConditionalGeneration", "gemma3_text"): "Gemma3ForCausalLM",
+    ("Gemma4ForConditionalGeneration", "gemma4_text"): "Gemma4ForCausalLM",
     ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
     ("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM",
 }

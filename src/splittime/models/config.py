@@ -169,5 +169,5 @@ def _refuse_unsupported(values: dict[str, Any], layers: Sequence[LayerSpec]) -> 
         if not is_old_gemma and (values.get(key) or known[0]) not in known:
             raise bad(key, values[key], f"{known[0]} (the only activation implemented for this architecture)")
     for key, want in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if values.get(key) not in (None, want):
+        if values.get(key) not in (None, want, "vision"):  # which is of the tokens of images alone
             raise bad(key, values[key], f"{str(want).lower()}: no token attends to those behind it")

@@ -20,6 +20,7 @@ from typing import Any
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import (
     NO_ROPE,
+    PROPORTIONAL,
     AttentionSpec,
     LayerSpec,
     MixtureSpec,
@@ -41,6 +42,7 @@ OF_TYPE: dict[str, set[str]] = {
     YARN: {*_YARN, "attention_factor", "truncate", "llama_4_scaling_beta"},
     DYNAMIC: {*_YARN, "alpha"},
     LONGROPE: {"attention_factor", "short_factor", "long_factor"},
+    PROPORTIONAL: set(),
 }
 """Keys that these types of rotary embedding read besides `OF_ALL`."""
 OF_ALL = {
@@ -49,7 +51,7 @@ OF_ALL = {
 }
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
-CHOSEN = ("num_experts_per_tok", "moe_k")
+CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
 
 
 class Ropes:
@@ -124,6 +126,9 @@ class Ropes:
         for name in values:
             if name not in known and values[name] is not None:
                 raise own.bad(name, values[name], f"absent: only {', '.join(sorted(known))} are implemented")
+        if rope_type == PROPORTIONAL:
+            share, theta = own.number("partial_rotary_factor", 1.0), own.number("rope_theta", theta)
+            return RopeSpec(PROPORTIONAL, theta, own.number("factor", 1.0), share=share)
         plain = RopeSpec("default", own.number("rope_theta", theta), share=self._share(own))
         if rope_type == "default":
             return plain
@@ -280,6 +285,31 @@ def attention(
         AttentionSpec(num_heads, num_kv_heads, head_dim, position, window, **alike)
         for position, window in zip(positions, windows, strict=True)
     ]
+
+
+def per_layer(fields: Fields, defaults: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns which of the config's fields each layer has of its own: as `per_layer_config` says, else as here."""
+    given = fields.values.get("per_layer_config")
+    if given is None:
+        return defaults
+    names = {"head_dim", "num_key_value_heads"}
+    layers = {str(layer) for layer in range(len(defaults))}
+    is_meant = isinstance(given, dict) and all(isinstance(own, dict) and own.keys() <= names for own in given.values())
+    if not is_meant or not given.keys() <= layers:
+        raise fields.bad("per_layer_config", given, f"{' and '.join(sorted(names))} by the number of a layer")
+    return [given.get(str(layer), {}) for layer in range(len(defaults))]
+
+
+def attention_by_layer(
+    fields: Fields, windows: Windows, own: Sequence[dict[str, Any]], **alike: Any
+) -> list[AttentionSpec]:
+    """own: which of the config's fields each layer has of its own."""
+    kinds = [tuple(sorted(mine.items())) for mine in own]
+    found = {
+        kind: attention(fields.below({**fields.values, **dict(kind)}, fields.prefix), windows, **alike)
+        for kind in dict.fromkeys(kinds)
+    }
+    return [found[kind][layer] for layer, kind in enumerate(kinds)]
 
 
 def without_rope(layers: Sequence[LayerSpec], are_without: Sequence[bool]) -> tuple[LayerSpec, ...]:

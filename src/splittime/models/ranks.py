@@ -64,7 +64,8 @@ class SharedLayer:
             return self._added(lambda residual: feed_forward(ops, part, given, attended(residual)), hidden, None)
         hidden = self._added(attended, hidden, layer.norm_after_mixer)
         normed, after = normed_by(ops, layer.feed_forward_norm, hidden), layer.norm_after_feed_forward
-        return self._added(lambda residual: feed_forward(ops, part, normed, residual), hidden, after)
+        hidden = self._added(lambda residual: feed_forward(ops, part, normed, residual), hidden, after)
+        return hidden if layer.factor == 1.0 else hidden * layer.factor
 
     def _added(self, part: Callable[[Tensor | None], Tensor], hidden: Tensor, after: PackedNorm | None) -> Tensor:
         """Returns the residual stream and the sum of all ranks' parts. part: given a residual, with that in it."""

@@ -10,6 +10,7 @@ Pairs that a partial embedding leaves alone have frequency 0. Scaling:
     longrope   divides each by a number of its own, by others where the served context is longer than the original
                (arXiv 2402.13753); turns are multiplied by a factor
     divided    divides each by a number of its own
+    proportional   divides all, of as many pairs as its share is of a head's; the others stay (Gemma 4)
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.layer import RopeSpec
+from splittime.kernels.layer import PROPORTIONAL, RopeSpec
 
 
 def frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 0) -> Tensor:
@@ -31,6 +32,8 @@ def frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 0) -> Tensor
 def _scaled(plain: Tensor, rope: RopeSpec, num_positions: int) -> Tensor:
     if rope.rope_type == "linear":
         return plain / rope.factor
+    if rope.rope_type == PROPORTIONAL:
+        return plain / rope.factor * (torch.arange(len(plain)) < int(rope.share * 2 * len(plain) // 2))
     if rope.rope_type == "divided":
         return plain / torch.tensor(rope.divisors)
     if rope.rope_type == "longrope":

@@ -12,6 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import RefusedValues
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
+from splittime.kernels.layer import MixtureSpec
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, read_config
@@ -95,9 +96,15 @@ def _tell(words: str) -> None:
 
 
 def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
-    how = {"all": "together", "apart": "by scales of their own"}.get(model.layers[0].mixer.normed)
-    if config.tensor_parallel_size > 1 and how is not None:
-        message = f"{model.architecture} norms the queries of all heads {how}, which ranks do not share"
+    first = model.layers[0]
+    norms = {
+        "the queries of all heads together": first.mixer.normed == "all",
+        "the queries of all heads by scales of their own": first.mixer.normed == "apart",
+        "what all experts add together": isinstance(first.feed_forward, MixtureSpec) and first.feed_forward.is_apart,
+    }
+    what = next((words for words, is_so in norms.items() if is_so), None)
+    if config.tensor_parallel_size > 1 and what is not None:
+        message = f"{model.architecture} norms {what}, which ranks do not share"
         hint = "leave tensor_parallel_size out"
         raise ConfigError(message, param="tensor_parallel_size", value=config.tensor_parallel_size, limit=1, hint=hint)
 

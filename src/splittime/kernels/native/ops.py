@@ -97,6 +97,8 @@ def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFuse
         "the MLP has no gate": not layer.feed_forward.spec.is_gated,
         "the activation is clamped": layer.feed_forward.spec.clamped is not None,
         "queries are multiplied by where they are": mixer.position.query_growth > 0,
+        "values are normed": mixer.value_norm is not None,
+        "the output is multiplied": layer.factor != 1.0,
     }
     found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
     return NotFused(found) if found else FusedLayer(layer, layer.feed_forward, low_ranks)

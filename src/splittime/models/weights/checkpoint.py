@@ -36,6 +36,7 @@ BODY = "model."  # what is below it is saved without it where a model was saved 
 TABLE = "embed_tokens.weight"
 TEXT, BODY_OF_TEXT = "language_model.", "model.language_model."  # in front of what a multimodal model's text part has
 BESIDE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+BESIDE_TEXT += ("model.embed_vision.", "model.audio_tower.", "model.embed_audio.")  # of Gemma 4
 
 
 def _named(stored: str, prefix: str) -> str:

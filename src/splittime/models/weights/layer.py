@@ -78,6 +78,7 @@ class LayerBuilder:
             spec=self.spec,
             feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, layer.MlpSpec) else self._mixture(spec),
             mixer=self._attention(),
+            factor=self._take_small(names.factor, 1).item() if names.factor else 1.0,
             **{**dict.fromkeys(BEFORE), **norms},
         )
 
@@ -125,7 +126,7 @@ class LayerBuilder:
             qkv=self._pack(
                 (names.query, spec.query_width, hidden),
                 (names.key, spec.kv_width, hidden),
-                (names.value, spec.kv_width, hidden),
+                (names.key if spec.keys_are_values else names.value, spec.kv_width, hidden),
                 has_bias=spec.qkv_bias,
                 head_dims=(spec.head_dim, spec.head_dim, 0),
                 finer=names.value,
@@ -134,8 +135,12 @@ class LayerBuilder:
             head_norm=norms.of_each,
             all_norms=norms.of_all,
             query_factors=norms.query_factors,
+            value_norm=None if spec.value_norm is None else self._unscaled(spec.value_norm, spec.head_dim),
             sinks=self._take_small(names.sinks, spec.num_heads) if spec.has_sinks else None,
         )
+
+    def _unscaled(self, norm: layer.NormSpec, size: int) -> layer.PackedNorm:
+        return pack_norm(self.ops, norm, torch.ones(size, dtype=self.ops.activation_dtype, device=self.ops.device))
 
     def _take_small(self, name: str, *shape: int) -> Tensor:
         """Returns a number for each head or expert, a copy."""
@@ -183,4 +188,15 @@ class LayerBuilder:
             correction=self._take_small(names.correction, *corrections) if router.is_corrected else None,
             shared=None if spec.shared is None else self._mlp(names.shared, spec.shared),
             shared_gate=self._pack(gate, has_bias=False, kind="router") if spec.gates_shared else None,
+            norms=self._apart_norms() if spec.is_apart else None,
+            shares=self._take_small(names.shares, router.num_experts) if spec.is_apart else None,
         )
+
+    def _apart_norms(self) -> layer.ApartNorms:
+        """The router's scale is divided by the root of the width, and so may be stored: see `Gemma4TextRouter`."""
+        names, norm, hidden = self.names, self.spec.norm, self.hidden_size
+        scale = self._take_small(names.router_scale, hidden) * hidden**-0.5
+        router = pack_norm(self.ops, norm, scale.to(self.ops.activation_dtype))
+        others = (names.experts_norm, names.norm_after_shared, names.norm_after_experts)
+        taken = (take_norm(self.packer, self.config, norm, self.prefix + module) for module in others)
+        return layer.ApartNorms(router, *taken)
