@@ -397,6 +397,12 @@ MODELS = {
     "GemmaForCausalLM": ("Gemma", "GELU, norms stored less one, a multiplier of embeddings"),
     "Gemma2ForCausalLM": ("Gemma 2", "the same; norms before and after the parts, capped scores and logits"),
     "Gemma3ForCausalLM": ("Gemma 3", "windows and rotary embeddings by layer, a norm of each head"),
+    "Gemma4ForCausalLM": (
+        "Gemma 4: 31B and the like, 26B-A4B",
+        "heads of two widths, values normed, keys as values, experts beside the MLP; not yet E2B and E4B, whose layers "
+        "have inputs of their own and share keys and values",
+    ),
+    "Gemma3TextModel": ("embedders on Gemma 3", "no head; with `use_bidirectional_attention` an encoder"),
     "CohereForCausalLM": (
         "Command-R, Aya",
         "layer norms, one for attention and MLP side by side; rotary pairs as neighbours",

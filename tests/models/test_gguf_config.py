@@ -8,9 +8,9 @@ from gguf_bytes import content, key, tensor, text, u32, u64
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import MixtureSpec
-from splittime.models.architectures import LayerNames
 from splittime.models.gguf.checkpoint import GgufCheckpoint
 from splittime.models.gguf.config import load_gguf_config
+from splittime.models.names import LayerNames
 
 WIDTH, ROWS, LAYERS = 64, 40, 2
 

@@ -297,7 +297,7 @@ class MlpWeights:
 
 
 class ApartNorms(NamedTuple):
-    """What router and experts are given, and what passes of the shared expert's output and of theirs."""
+    """The norms of what router and experts are given, and of what the shared expert and the others make."""
 
     router: PackedNorm
     experts: PackedNorm

@@ -83,7 +83,7 @@ class WholeTexts:
 
 @dataclass(frozen=True)
 class DecoderEncoder:
-    """It judges nothing."""
+    """An encoder of a decoder's layers. It judges nothing."""
 
     config: EncoderConfig
     ops: Ops

@@ -32,7 +32,7 @@ class JudgingHead:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseLayer:
     """A layer behind the pooling."""
 
     weight: Tensor
@@ -44,7 +44,7 @@ class Dense:
         return torch.tanh(made) if self.is_tanh else made
 
 
-def read_dense(folder: Path, size: int) -> tuple[Dense, ...]:
+def read_dense(folder: Path, size: int) -> tuple[DenseLayer, ...]:
     """Returns the layers behind the pooling, of sentence-transformers' form. size: of what is pooled. Raises
     `ConfigError` for what cannot be meant, or does not fit."""
     found = []
@@ -56,13 +56,13 @@ def read_dense(folder: Path, size: int) -> tuple[Dense, ...]:
     return tuple(found)
 
 
-def _dense(source: Checkpoint, fields: Fields, *shape: int) -> Dense:
+def _dense(source: Checkpoint, fields: Fields, *shape: int) -> DenseLayer:
     named = fields.text("activation_function", TANH)
     if named not in (TANH, IDENTITY):
         raise fields.bad("activation_function", named, f"{TANH} or {IDENTITY}")
     weight = source.take("linear.weight", *shape).float().clone()
     bias = source.take("linear.bias", shape[0]).float().clone() if fields.flag("bias", True) else None
-    return Dense(weight, bias, named == TANH)
+    return DenseLayer(weight, bias, named == TANH)
 
 
 class EncoderReader:

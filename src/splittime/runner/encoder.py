@@ -35,7 +35,7 @@ from splittime.kernels.choose import make_backend
 from splittime.kernels.native.library import LibraryMissing, library
 from splittime.models.encoder import AnyEncoder, load_encoder
 from splittime.models.encoder_config import EncoderConfig, load_encoder_config
-from splittime.models.encoder_parts import Dense, read_dense
+from splittime.models.encoder_parts import DenseLayer, read_dense
 from splittime.models.quant.plan import kept_bytes
 from splittime.runner import machine
 from splittime.runner.config import Resolved, RunnerConfig, speculative_config
@@ -59,7 +59,7 @@ class EncoderRunner:
 
     config: RunnerConfig
     encoder: AnyEncoder
-    dense: tuple[Dense, ...]
+    dense: tuple[DenseLayer, ...]
     scheme: WeightScheme
     resolved: Resolved
     cost: TokenCost

@@ -25,9 +25,10 @@ from splittime.kernels.layer import MixtureSpec, MlpSpec
 from splittime.lab.quantize import layer_map
 from splittime.lab.quantize.settings import WHOLE_ROW, QuantizeSettings
 from splittime.lab.quantize.tensor_file import TensorEntry
-from splittime.models.architectures import MlpNames, layer_names
+from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.fields import read_json
+from splittime.models.names import MlpNames
 from splittime.models.weights.cache import fingerprints
 from splittime.models.weights.checkpoint import Checkpoint
 

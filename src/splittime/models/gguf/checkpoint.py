@@ -24,9 +24,9 @@ from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import LibraryMissing
-from splittime.models.architectures import LayerNames
 from splittime.models.gguf import blocks
 from splittime.models.gguf.file import GgufFile, TensorPlace, open_model
+from splittime.models.names import LayerNames
 from splittime.models.weights.source import StoredWeight
 
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -20,7 +20,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels.native import memory
 from splittime.kernels.native.library import LibraryMissing
-from splittime.models.architectures import ExpertPlace
+from splittime.models.names import ExpertPlace
 from splittime.models.weights.formats import gptq
 from splittime.models.weights.formats import read as formats
 from splittime.models.weights.formats.recipe import Recipe
@@ -35,8 +35,10 @@ PlaceOf = Callable[[str], ExpertPlace | None]
 BODY = "model."  # what is below it is saved without it where a model was saved without its head, as embedders are
 TABLE = "embed_tokens.weight"
 TEXT, BODY_OF_TEXT = "language_model.", "model.language_model."  # in front of what a multimodal model's text part has
-BESIDE_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-BESIDE_TEXT += ("model.embed_vision.", "model.audio_tower.", "model.embed_audio.")  # of Gemma 4
+BESIDE_TEXT = (
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    *("model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+)
 
 
 def _named(stored: str, prefix: str) -> str:

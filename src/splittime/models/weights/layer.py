@@ -13,8 +13,9 @@ from torch import Tensor
 from splittime.kernels import layer
 from splittime.kernels.api import Ops
 from splittime.kernels.plain import LayerNorm
-from splittime.models.architectures import LayerNames, MlpNames, layer_names
+from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
+from splittime.models.names import LayerNames, MlpNames
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.packing import Packer, WeightRows
 

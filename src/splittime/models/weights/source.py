@@ -21,7 +21,7 @@ from torch import Tensor
 
 from splittime.kernels.api import RoundedRows, WeightScheme
 from splittime.kernels.layer import LayerSpec, MlpSpec
-from splittime.models.architectures import LayerNames
+from splittime.models.names import LayerNames
 
 PLAIN = "safetensors"  # the format of what is not quantised
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError
-from splittime.models.architectures import ExpertPlace
 from splittime.models.fields import LIMITS, MAX_NAMES, Fields
+from splittime.models.names import ExpertPlace
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
