@@ -1,12 +1,17 @@
 """What each stair of a calibration asks, from what the steps so far took."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splittime.bench import stairs
+from splittime.bench.book.records import Arm
 from splittime.bench.draw import draw
 from splittime.bench.stairs import KV_SHARE, READING, ServerSizes, stair_of
 from splittime.ledger.steps import StepRecord
+from splittime.wire.target import Target
 
 SIZES = ServerSizes(slots=48, context=2048, kv_tokens=16_384, vocab_size=1000)
 
@@ -38,6 +43,27 @@ def test_the_stairs_double_and_end_with_all_slots():
     assert SIZES.rows() == [1, 2, 4, 8, 16, 32, 48]
     assert ServerSizes(1, 10, 10, 10).rows() == [1]
     assert ServerSizes(64, 10, 10, 10).rows()[-2:] == [32, 64]
+
+
+@pytest.mark.parametrize(("each", "num_stairs"), [(30, 6), (2, 11), (0, 3 * stairs.MOST_TIMES)])
+def test_a_slow_server_is_asked_until_it_has_ended_enough(each, num_stairs, monkeypatch):
+    asked, told = [], []
+
+    async def stand(target, stair, sizes, seed, num_requests=None):
+        asked.append((stair.rows, stair.seconds, seed))
+        return Arm(url="", kind="splittime", accounts=(None,) * each, steps=tuple(steps(1000, 10**6)))
+
+    async def sizes(target, is_forced):
+        return ServerSizes(slots=4, context=2048, kv_tokens=16_384, vocab_size=1000)
+
+    monkeypatch.setattr(stairs, "_stand", stand)
+    monkeypatch.setattr(stairs, "_sizes", sizes)
+    arms = asyncio.run(stairs.climb(Target(url="http://127.0.0.1:9"), 12.0, on_stair=lambda *all: told.append(all)))
+    assert len(arms) == 1 + num_stairs
+    climbed = [(1, 2.0), (2, 2.0), (4, 2.0)] * stairs.MOST_TIMES
+    assert [(rows, seconds) for rows, seconds, _ in asked[1:]] == climbed[:num_stairs]
+    assert len({seed for _, _, seed in asked}) == len(asked)
+    assert all(done < total for _, done, total in told)
 
 
 @given(
