@@ -401,9 +401,7 @@ GEMMA_3_DEFAULTS = {
     **{"final_logit_softcapping": None, "attn_logit_softcapping": None},
 }
 GEMMA_4_DEFAULTS = {
-    **{"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "head_dim": 256},
-    **{"tie_word_embeddings": True, "hidden_size_per_layer_input": 256},
+    **{**GEMMA_3_DEFAULTS, "vocab_size": 262_144, "num_hidden_layers": 30, "hidden_size_per_layer_input": 256},
     "rope_parameters": {
         parts.FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         parts.SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
