@@ -158,6 +158,31 @@ def test_a_prompt_twice_as_large_takes_from_no_more_to_twice_as_much(
     assert took_ms(model, 1, 8, 0, 8, 36) == pytest.approx(4.0, rel=0.05), "as it was recorded"
 
 
+@pytest.mark.parametrize("every", [8, 40, 100])
+def test_a_prompt_of_a_recorded_size_takes_what_it_took_however_rare_it_was(every: int) -> None:
+    """Long prompts attain all of the peak; the others, of 12 tokens, wait for the weights, as most after cache hits."""
+    made, now_ns, rng = list[StepRecord](), 0, random.Random(7)
+    for number in range(1, 601):
+        tokens = 12 if number % every else 512
+        rows = (("p", 0, tokens), ("d", 300, 1))
+        took_ns = round(max(3_000_000, tokens * 100_000) * rng.lognormvariate(0, 0.02))
+        record = a_record(rng, number, now_ns, 1.0)
+        shape = {"rows": rows, "prefill_tokens": tokens, "decode_tokens": 1, "kv_tokens_read": tokens + 301}
+        times = {"launch_ns": 0, "device_ns": took_ns, "end_ns": now_ns + took_ns}
+        made.append(msgspec.structs.replace(record, **shape, **times, num_running=2))
+        now_ns = made[-1].end_ns + GAP_NS
+    cost = TokenCost(weight_bytes=1, kv_bytes_per_token=1, operations_per_token=10**8, operations_per_context_token=1)
+    machine = Machine(cpu="any", threads=2, operations_per_s=1e12)
+    model = fit(made, ServerFacts(version="1", model="any", max_model_len=4096, cost=cost, machine=machine)).model
+    shape = shape_of_record(next(record for record in made if record.prefill_tokens == 512))
+    took_ms = [
+        costs.step_time(shape).device_ns / 1e6
+        for costs in (model, *(model.sample(random.Random(n)) for n in range(20)))
+    ]
+    assert took_ms[0] == pytest.approx(51.2, rel=0.03)
+    assert sorted(took_ms)[1:-1] == pytest.approx([51.2] * 19, rel=0.1)
+
+
 def test_draws_differ_and_are_the_same_for_the_same_seed(fitted: Fit) -> None:
     draws = [fitted.model.sample(random.Random(seed)).device for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]

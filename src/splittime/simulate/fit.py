@@ -183,8 +183,9 @@ def _fit(steps: StepTable, facts: ServerFacts | None) -> Fit:
 
 def _compute_line(facts: ServerFacts | None, basis: cost.Basis, columns: Array, device_ns: Array) -> Line:
     """Returns what the arithmetic takes at the best rate that was measured or recorded: larger steps than the recorded
-    ones may be bound by it, where these were by memory. Of prompts it is drawn from between that rate and what the
-    largest tenth of them usually attained: larger ones may attain no more. Empty where no rate is known."""
+    ones may be bound by it, where these were by memory. Of prompts it is drawn around the middle between that rate and
+    what they usually attained, at the size that attained most: larger ones may attain no more, and no recorded size is
+    said to take longer than it did. Empty where no rate is known."""
     empty = Line(np.empty(0), np.empty((0, 0)))
     if facts is None or facts.cost is None or facts.machine is None or not facts.machine.operations_per_s:
         return empty
@@ -195,9 +196,10 @@ def _compute_line(facts: ServerFacts | None, basis: cost.Basis, columns: Array, 
     rates = done / np.maximum(device_ns, 1.0)
     recorded = (float(np.quantile(some, RARE)) for some in (rates, rates[prompts]) if len(some))
     best = max(facts.machine.operations_per_s / 1e9, *recorded)
-    usual = np.median(rates[prompts & (done >= np.quantile(done[prompts], 0.9))]) if prompts.any() else best
+    sizes = np.log2(np.maximum(done[prompts], 1.0)).astype(int)
+    usual = max((float(np.median(rates[prompts][sizes == one])) for one in np.unique(sizes)), default=best)
     longer = np.array(["prompt" in name for name in basis.names]) * (best / (usual or best) - 1)
-    spread = operations / best * longer / math.sqrt(12)  # of what is drawn evenly
+    spread = operations / best * longer / math.sqrt(12)  # as if drawn evenly
     return Line(operations / best * (1 + longer / 2), np.outer(spread, spread))
 
 
