@@ -210,6 +210,15 @@ def test_who_comes_in_the_gap_before_his_first_step_is_billed_all_of_that_step()
     assert charge.ns > 30 * MS
 
 
+def test_who_leaves_in_the_gap_before_a_step_has_waited_for_that_step_too():
+    decoding = account("a", (Stage.DECODE, None, 0, 60))
+    gone = account("b", (Stage.QUEUE, Cause.BATCH_SLOTS, 0, 23))
+    steps = [step(0, 20, ("a", 50, 1), decode=1), step(20, 60, ("a", 51, 1), decode=1, gap_ms=5)]
+    books = make_books(None, [decoding, gone], steps, "by hand")
+    assert in_ms(bill(gone, books)) == {("a", "batch_slots"): 23}
+    assert in_ms(billed_to(decoding, books)) == {("b", "batch_slots"): 23}
+
+
 def test_numbers_of_any_size_and_steps_that_overlap_cost_no_sum():
     late = account("late", (Stage.QUEUE, Cause.KV_BLOCKS, 10, 60), (Stage.DECODE, None, 60, 61))
     steps = [step(0, 50, ("a", 2**70, 1), decode=1), step(20, 55, ("b", 5, 1), decode=1), step(55, 55, ("c", 5, 1))]

@@ -1,6 +1,6 @@
 """Who made a request wait in the engine, and whom it made wait there.
 
-    bill(account, books)         who had what it waited for: it sums to these waits with `==`
+    bill(account, books)         who had what it waited for: it sums to these waits, to the nanosecond
     billed_to(account, books)    what the bills of others in these books charge it, with their names
     between_keys(books)          what the requests of one key waited for those of another
 
@@ -124,7 +124,11 @@ class _Rows:
     def __init__(self, books: Books, accounts: Sequence[ClosedAccount]) -> None:
         self.tenants = {account.request_id: account.tenant for account in books.accounts}
         from_ns, until_ns = _span([(account.start_ns, account.end_ns) for account in accounts])
-        within = [at for at, step in enumerate(books.steps) if step.end_ns > from_ns and step.begin_ns < until_ns]
+        within = [
+            at
+            for at, step in enumerate(books.steps)
+            if step.end_ns > from_ns and step.begin_ns - step.host_gap_ns < until_ns
+        ]
         steps, numbers = [books.steps[at] for at in within], dict[str, int]()
         rows = [row for step in steps for row in step.rows]
         guessing = {(at, name) for at, step in enumerate(steps) for name, _, _ in step.verified}
