@@ -8,7 +8,7 @@
     python -m benchmarks.scenarios.doctor --one-each             one of each illness: two thirds of the time
     python -m benchmarks.scenarios.doctor --seeds 5              each five times: once as tuned, four held out
 
-Twenty minutes a model on an idle machine, and half as long again with `--cures`. Each illness is a real `splittime
+Twenty minutes a model on an idle machine, and about twice as long with `--cures`. Each illness is a real `splittime
 serve` with settings, a load, and now and then a proxy, a client or a sabotaged engine process that make one thing
 wrong. The doctor reads the run's two books and replays its cures, as `splittime doctor RUN.json` does; what counts is
 the order in which it tells its findings then. Results are filed by model.

@@ -97,13 +97,13 @@ def choose_rounding(config: RunnerConfig, dtype: str, kernels: str) -> tuple[str
     if dtype != "bfloat16" or config.quantization is not None:
         return "auto", "as the scheme of each weight has it"
     if config.tensor_parallel_size > 1:
-        return "float32", "each rank would measure for itself whether to round"
+        return "float32", "each rank chooses its instruction set by itself, and two could disagree"
     isa = choose_isa()[0]
     if isa == TILES:
         return "bfloat16", "tiles of AMX, which are much faster, multiply bfloat16 by bfloat16 alone"
     if isa == PAIRS and of_processor("vendor_id") == AMD:
         return "bfloat16", "this processor multiplies bfloat16 by bfloat16 at twice the rate of float32"
-    return "float32", "this processor multiplies bfloat16 by bfloat16 no faster than float32"
+    return "float32", "with this processor and these instructions it is not known to be faster"
 
 
 def choose_kv_cache_dtype(asked: str, dtype: torch.dtype, kernels: str) -> torch.dtype:
