@@ -169,11 +169,18 @@ def test_windows_to_both_sides_and_layers_behind_the_pooling(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("layers", "param"),
-    [([(47, 20, True, TANH)], "in_features"), ([(48, 20, True, "torch.nn.GELU")], "activation_function")],
+    [
+        ([(47, 20, True, TANH)], "in_features"),
+        ([(48, 20, True, "torch.nn.GELU")], "activation_function"),
+        ([(48, 20, True, TANH)], "module_input_name"),
+    ],
 )
 def test_a_layer_behind_the_pooling_that_cannot_be_meant(tmp_path: Path, layers, param: str) -> None:
     make("bert", tmp_path)
     write_dense(tmp_path, layers)
+    if param == "module_input_name":
+        path = tmp_path / "2_Dense" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), param: "token_embeddings"}))
     with pytest.raises(ConfigError) as refused:
         load_encoder_runner(RunnerConfig(model_path=str(tmp_path), num_threads=1), lambda *told: None)
     assert (refused.value.info.param, "2_Dense/config.json" in str(refused.value)) == (param, True)

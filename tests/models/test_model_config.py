@@ -322,15 +322,43 @@ def test_layers_of_gemma_4_have_heads_of_their_own():
         ("num_kv_shared_layers", 3),
         ("layer_types", ["sliding_attention"] * 7),
         ("per_layer_config", [{}]),
+        ("per_layer_config.5.head_dim", []),
+        ("per_layer_config.5.head_dim", None),
+        ("top_k_experts", 5),
+        ("is_causal", "vision"),
         ("per_layer_config", {"7": {"head_dim": 32}}),
         ("per_layer_config", {"0": {"sliding_window": 32}}),
         ("use_bidirectional_attention", "all"),
     ],
 )
 def test_what_of_gemma_4_is_not_served_is_refused_by_name(key, value):
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    given = {"per_layer_config": {"5": {"head_dim": value}}} if "." in key else {key: value}
     with pytest.raises(ConfigError) as refused:
-        parse_config({**GEMMA_4, key: value})
+        parse_config({**GEMMA_4, **experts, **given})
     assert refused.value.info.param == key
+
+
+def test_only_gemma_4_may_say_that_tokens_of_images_see_each_other():
+    with pytest.raises(ConfigError, match="use_bidirectional_attention is 'vision'"):
+        parse_config({**GEMMA, "architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": "vision"})
+
+
+def test_gemma_4_has_as_many_experts_chosen_as_it_says_under_its_own_name():
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    router = parse_config({**GEMMA_4, **experts, "num_experts_per_tok": 1}).layers[0].feed_forward.router
+    assert (router.num_experts, router.num_chosen) == (4, 2)
+
+
+def test_a_share_of_a_proportional_rope_may_stand_outside_of_it():
+    """As that of any other."""
+    ropes = {"full_attention": {"rope_type": "proportional", "rope_theta": 100.0}, "sliding_attention": {}}
+    ropes["sliding_attention"] = {"rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 10.0}
+    layers = parse_config({**GEMMA_4, "partial_rotary_factor": 0.5, "rope_parameters": ropes}).layers
+    assert layers[-1].mixer.position == RopeSpec("proportional", 100.0, share=0.5)
+    rope = {"rope_type": "proportional", "rope_theta": 100.0}
+    glm = parse(architectures=["GlmForCausalLM"], rope_parameters=rope).layers[0].mixer.position
+    assert glm == RopeSpec("proportional", 100.0, share=0.5)
 
 
 def test_only_hunyuans_dynamic_rope_has_an_alpha():

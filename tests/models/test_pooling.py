@@ -75,6 +75,18 @@ def test_a_dense_layer_is_only_behind_the_pooling(tmp_path: Path, kinds: tuple[s
     assert "asks for " + ", ".join(kinds) in read_pooling(tmp_path, {}, SIZE, has_dense=True).refusal
 
 
+def test_vectors_may_be_cut_up_to_what_the_last_layer_gives(tmp_path: Path) -> None:
+    for name, config in {"1_Pooling": {"pooling_mode": "mean"}, "2_Dense": {"out_features": 96}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": kind, "path": path} for kind, path in modules]))
+    said = read_pooling(tmp_path, {"matryoshka_dimensions": [64, 96]}, SIZE, has_dense=True)
+    assert (said.size, said.sizes, said.refusal) == (96, (64, 96), "")
+    with pytest.raises(ConfigError, match="matryoshka_dimensions"):
+        read_pooling(tmp_path, {"matryoshka_dimensions": [97]}, SIZE, has_dense=True)
+
+
 @pytest.mark.parametrize(
     ("values", "sizes", "may_be_cut"),
     [
@@ -102,6 +114,7 @@ def test_files_that_cannot_be_meant(tmp_path: Path, content: str, words: str) ->
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(ConfigError, match=words):
         read_pooling(tmp_path, {}, SIZE)
+    (tmp_path / "modules.json").unlink()
     with pytest.raises(ConfigError, match="matryoshka_dimensions"):
         read_pooling(tmp_path, {"matryoshka_dimensions": [SIZE + 1]}, SIZE)
 

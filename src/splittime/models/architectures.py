@@ -12,7 +12,16 @@ from typing import NamedTuple
 import torch
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import AttentionSpec, Clamped, LayerSpec, MixtureSpec, MlpSpec, NormSpec, Places
+from splittime.kernels.layer import (
+    AttentionSpec,
+    Clamped,
+    LayerSpec,
+    MixtureSpec,
+    MlpSpec,
+    NormSpec,
+    Places,
+    RouterSpec,
+)
 from splittime.models import parts
 from splittime.models.fields import Bounds, Fields, bad
 from splittime.models.names import LayerNames, MlpNames, Stacked
@@ -343,7 +352,10 @@ def _gemma4(fields: Fields) -> tuple[LayerSpec, ...]:
     mlps = parts.mlps(fields, activation="gelu_tanh")
     if not fields.flag("enable_moe_block", False):
         return parts.layers(norm, mixers, mlps, "both")
-    router = parts.router(fields, num_chosen=8, normalises=True)
+    num_experts, chosen = fields.count("num_experts"), fields.count("top_k_experts")
+    if chosen > num_experts:
+        raise fields.bad("top_k_experts", chosen, f"at most num_experts, {num_experts}")
+    router = RouterSpec(num_experts, chosen, normalises=True)
     expert = replace(mlps[0], inner=fields.count("moe_intermediate_size"))
     mixtures = [MixtureSpec(router, expert, mlp, is_apart=True) for mlp in mlps]
     return parts.layers(norm, mixers, mixtures, "both")

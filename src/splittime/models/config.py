@@ -15,7 +15,6 @@ so a file with `do_sample: false` and a temperature advises that temperature. `m
 request gets that names no number itself (in vLLM it cuts off larger numbers too).
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,7 @@ def parse_config(values: dict[str, Any]) -> ModelConfig:
     defaults = {key: value for key, value in architecture.defaults.items() if key != left_out}
     said = {key: value for key, value in values.items() if key != parts.NEW or value is not None}
     config = config_of(name, Fields({**defaults, **said}))
-    _refuse_unsupported(values, config.layers)
+    _refuse_unsupported(values, config)
     return msgspec.structs.replace(config, quantization=formats.parse(values))
 
 
@@ -161,13 +160,14 @@ ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 """By the names that `MlpSpec` has, those of configs."""
 
 
-def _refuse_unsupported(values: dict[str, Any], layers: Sequence[LayerSpec]) -> None:
-    mlp = mlps_of(layers[0].feed_forward)[0]
+def _refuse_unsupported(values: dict[str, Any], config: ModelConfig) -> None:
+    mlp = mlps_of(config.layers[0].feed_forward)[0]
     known, is_gemma = ACTIVATIONS[mlp.activation], mlp.activation == "gelu_tanh" and mlp.is_gated
     for key in ("hidden_act", "hidden_activation"):
         is_old_gemma = is_gemma and key == "hidden_act" and values.get(key) == "gelu"
         if not is_old_gemma and (values.get(key) or known[0]) not in known:
             raise bad(key, values[key], f"{known[0]} (the only activation implemented for this architecture)")
-    for key, want in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if values.get(key) not in (None, want, "vision"):  # which is of the tokens of images alone
+    of_images = "vision" if config.architecture == "Gemma4ForCausalLM" else None  # their tokens alone
+    for key, want, also in (("is_causal", True, None), ("use_bidirectional_attention", False, of_images)):
+        if values.get(key) not in (None, want, also):
             raise bad(key, values[key], f"{str(want).lower()}: no token attends to those behind it")

@@ -16,6 +16,7 @@ from splittime.models.fields import Fields
 from splittime.models.pooling import dense_layers
 from splittime.models.weights.checkpoint import Checkpoint
 
+POOLED = "sentence_embedding"
 TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
 
 
@@ -57,6 +58,9 @@ def read_dense(folder: Path, size: int) -> tuple[DenseLayer, ...]:
 
 
 def _dense(source: Checkpoint, fields: Fields, *shape: int) -> DenseLayer:
+    for key in ("module_input_name", "module_output_name"):
+        if (module := fields.text(key, POOLED)) != POOLED:
+            raise fields.bad(key, module, POOLED)
     named = fields.text("activation_function", TANH)
     if named not in (TANH, IDENTITY):
         raise fields.bad("activation_function", named, f"{TANH} or {IDENTITY}")

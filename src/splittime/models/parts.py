@@ -51,7 +51,7 @@ OF_ALL = {
 }
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
-CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+CHOSEN = ("num_experts_per_tok", "moe_k")
 
 
 class Ropes:
@@ -127,7 +127,7 @@ class Ropes:
             if name not in known and values[name] is not None:
                 raise own.bad(name, values[name], f"absent: only {', '.join(sorted(known))} are implemented")
         if rope_type == PROPORTIONAL:
-            share, theta = own.number("partial_rotary_factor", 1.0), own.number("rope_theta", theta)
+            share, theta = self._share_of(own), own.number("rope_theta", theta)
             return RopeSpec(PROPORTIONAL, theta, own.number("factor", 1.0), share=share)
         plain = RopeSpec("default", own.number("rope_theta", theta), share=self._share(own))
         if rope_type == "default":
@@ -143,13 +143,16 @@ class Ropes:
         return _yarn(own, rope) if rope_type == YARN else _llama3(own, rope)
 
     def _share(self, own: Fields) -> float:
-        key = "partial_rotary_factor"
-        share = own.number(key, self._fields.number(key, 1.0 if self._partial is None else self._partial))
+        key, share = "partial_rotary_factor", self._share_of(own)
         if share != 1.0 and self._partial is None:
             raise own.bad(key, share, "1 (partial rotary embedding is not implemented for this architecture)")
         if int(self._head_dim * share) % 2 or int(self._head_dim * share) == 0:
             raise own.bad(key, share, f"such that an even number of a head's {self._head_dim} elements is turned")
         return share
+
+    def _share_of(self, own: Fields) -> float:
+        key = "partial_rotary_factor"
+        return own.number(key, self._fields.number(key, 1.0 if self._partial is None else self._partial))
 
     def _stretch(self, own: Fields, where: str) -> float:
         """Returns what theta is multiplied by in a "dynamic" embedding whose alpha is the same for every length."""
@@ -292,12 +295,14 @@ def per_layer(fields: Fields, defaults: list[dict[str, Any]]) -> list[dict[str, 
     given = fields.values.get("per_layer_config")
     if given is None:
         return defaults
-    names = {"head_dim", "num_key_value_heads"}
-    layers = {str(layer) for layer in range(len(defaults))}
+    names, layers = {"head_dim", "num_key_value_heads"}, [str(layer) for layer in range(len(defaults))]
     is_meant = isinstance(given, dict) and all(isinstance(own, dict) and own.keys() <= names for own in given.values())
-    if not is_meant or not given.keys() <= layers:
+    if not is_meant or not given.keys() <= set(layers):
         raise fields.bad("per_layer_config", given, f"{' and '.join(sorted(names))} by the number of a layer")
-    return [given.get(str(layer), {}) for layer in range(len(defaults))]
+    for layer, own in given.items():
+        for name in own:
+            fields.below(own, f"per_layer_config.{layer}.").count(name)
+    return [given.get(layer, {}) for layer in layers]
 
 
 def attention_by_layer(

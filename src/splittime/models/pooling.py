@@ -38,17 +38,16 @@ class _Module(msgspec.Struct):
 def read_pooling(folder: Path, values: dict[str, object], size: int, has_dense: bool = False) -> Pooling:
     """values: of the folder's config.json. size: of the model's outputs. has_dense: layers behind the pooling are
     computed. Raises `ConfigError` for files that cannot be meant."""
-    own = Fields(values)
-    cuts = own.ints("matryoshka_dimensions", Bounds(1, size))
-    plain = Pooling(size=size, sizes=cuts, may_be_cut=own.flag("is_matryoshka", True) or bool(cuts))
-    if not (folder / MODULES).exists():
-        return plain
-    modules = _modules(folder / MODULES)
-    said = msgspec.structs.replace(plain, named_by=MODULES, is_normalised=modules[-1].kind == "Normalize")
-    kinds = [module.kind for module in modules]
+    own, modules = Fields(values), _modules(folder / MODULES) if (folder / MODULES).exists() else []
     dense = [module for module in modules if has_dense and module.kind == DENSE]
     if dense:
-        said = msgspec.structs.replace(said, size=_config(folder, dense[-1]).count("out_features"))
+        size = _config(folder, dense[-1]).count("out_features")
+    cuts = own.ints("matryoshka_dimensions", Bounds(1, size))
+    plain = Pooling(size=size, sizes=cuts, may_be_cut=own.flag("is_matryoshka", True) or bool(cuts))
+    if not modules:
+        return plain
+    said = msgspec.structs.replace(plain, named_by=MODULES, is_normalised=modules[-1].kind == "Normalize")
+    kinds = [module.kind for module in modules]
     wanted = ["Transformer", "Pooling", *[DENSE] * len(dense), "Normalize"][: max(2 + len(dense), len(kinds))]
     if kinds != wanted:
         refusal = f"{MODULES} asks for {', '.join(kinds)}; Transformer, Pooling and Normalize are what there is"

@@ -151,7 +151,7 @@ def load_encoder_runner(config: RunnerConfig, on_phase: OnPhase) -> EncoderRunne
         weight_bytes=weights_bytes,
         kv_bytes_per_token=0,
         operations_per_token=2 * model.num_layers * model.layer_weights,
-        operations_per_context_token=4 * model.num_layers * model.hidden_size,
+        operations_per_context_token=4 * model.num_layers * model.layer_products[1][1],  # the queries' width
     )
     resolved = _resolved(config, encoder, scheme, reasons, weights_bytes)
     ops.set_threads(resolved.num_threads)

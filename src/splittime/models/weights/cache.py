@@ -151,8 +151,8 @@ def _naming(folder: Path, source: Source, config: ModelConfig, plan: WeightPlan)
         "versions": [INTERFACE_VERSION, ROW_ORDER_VERSION],
         "config": [config.architecture, config.hidden_size, config.tie_word_embeddings],
         "heads": [
-            [mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.position.turned_dims(mixer.head_dim)]
-            for mixer in mixers
+            [one.num_heads, one.num_kv_heads, one.head_dim, one.position.turned_dims(one.head_dim), one.keys_are_values]
+            for one in mixers
         ],
     }
     label = plan.layers.name if source.format == PLAIN else source.format

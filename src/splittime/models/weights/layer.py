@@ -103,14 +103,14 @@ class LayerBuilder:
         head_dims: tuple[int, ...] = (),
         kind: str = "layers",
         is_expert: bool = False,
-        finer: str = "",
+        finer: int | None = None,
     ) -> layer.PackedWeight:
         """These projections (name, rows, columns) as one weight, one below the other. kind: of `packing.KINDS`.
-        finer: the name of the one that has the finer scheme of the plan."""
+        finer: the place of the one that has the finer scheme of the plan."""
         scheme, dims = getattr(self.plan, kind), head_dims or (0,) * len(projections)
         parts = [
-            replace(self._take_linear(*each, dim), scheme=self.plan.finer if each[0] == finer else scheme)
-            for each, dim in zip(projections, dims, strict=True)
+            replace(self._take_linear(*each, dim), scheme=self.plan.finer if place == finer else scheme)
+            for place, (each, dim) in enumerate(zip(projections, dims, strict=True))
         ]
         biases = [
             WeightRows(self._take(f"{name}.bias", rows), part.head_dim, part.turned_dims)
@@ -130,7 +130,7 @@ class LayerBuilder:
                 (names.key if spec.keys_are_values else names.value, spec.kv_width, hidden),
                 has_bias=spec.qkv_bias,
                 head_dims=(spec.head_dim, spec.head_dim, 0),
-                finer=names.value,
+                finer=2,
             ),
             output=self._pack((names.output, hidden, spec.query_width), has_bias=spec.output_bias),
             head_norm=norms.of_each,
@@ -176,7 +176,7 @@ class LayerBuilder:
         hidden, inner, has_bias = self.hidden_size, spec.inner, spec.has_bias
         into = [(name, inner, hidden) for name in (names.gate, names.up)[not spec.is_gated :]]
         gate_up = self._pack(*into, has_bias=has_bias, is_expert=is_expert)
-        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, finer=names.down)
+        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, finer=0)
         return layer.MlpWeights(spec, gate_up, down)
 
     def _mixture(self, spec: layer.MixtureSpec) -> layer.MixtureWeights:
