@@ -389,6 +389,7 @@ MODELS = {
     "MinistralForCausalLM": ("Ministral 8B", "windows by layer"),
     "Ministral3ForCausalLM": ("Ministral 3", "yarn; queries that grow with their position"),
     "HunYuanDenseV1ForCausalLM": ("Hunyuan 0.5B to 7B", "a norm of each head behind the position"),
+    "HunYuanMoEV1ForCausalLM": ("Hunyuan A13B", "the same; experts, one of them for every token"),
     "Olmo2ForCausalLM": ("OLMo 2", "norms after the parts, a norm of all heads together"),
     "Olmo3ForCausalLM": ("OLMo 3", "the same; windows and rotary embeddings by layer"),
     "Exaone4ForCausalLM": ("EXAONE 4", "norms after the parts; layers without windows know no positions"),

@@ -41,11 +41,13 @@ ARCHITECTURES = {
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "Ministral3ForCausalLM": "mistral3",
     "GptOssForCausalLM": "gpt-oss",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "Starcoder2ForCausalLM": "starcoder2",
 }
 PAIRED = ("llama", "smollm3", "granite", "granitemoe", "mistral3")  # whose converter reorders queries and keys
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 WITHOUT_WINDOWS = ("qwen2", "qwen3", "qwen2moe", "qwen3moe", "smollm3", "dots1", "mistral3")
 GROUPED = ("glm4moe", "dots1")
 SCALES = {
@@ -178,12 +180,15 @@ def _describe_experts(writer: Any, config: dict[str, Any], architecture: str) ->
     if not experts:
         return
     writer.add_expert_count(experts)
-    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["moe_k"])
+    writer.add_expert_used_count(next(config[name] for name in CHOSEN if config.get(name)))
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if config.get("norm_topk_prob") is not None and architecture != "qwen3moe":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if architecture == "ernie4_5-moe":
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])

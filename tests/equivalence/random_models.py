@@ -172,6 +172,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}},
     ),
+    "hunyuan-moe": ("HunYuanMoEV1", {"head_dim": 20, "num_experts": 8, "moe_topk": 3, "attention_bias": True}),
+    "hunyuan-moe-alpha": (
+        "HunYuanMoEV1",
+        {
+            **{"head_dim": 8, "num_experts": 4, "moe_topk": [2] * 3, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
     "hunyuan-yarn": ("HunYuanDenseV1", {"head_dim": 20, "rope_parameters": YARN, "rms_norm_eps": 0.3}),
     "hunyuan-long": (
         "HunYuanDenseV1",

@@ -17,7 +17,7 @@ PROMPT = [(7 * n) % 90 + 3 for n in range(40)]
 ATTENTION = tuple(name for name in adapter_files.ALL if name.startswith("self_attn."))
 APART = {"glm4": (*ATTENTION, "mlp.down_proj"), "phi3": ("self_attn.o_proj", "mlp.down_proj")}  # what is not joined
 APART["starcoder2"] = (*ATTENTION, "mlp.c_fc", "mlp.c_proj")
-EXPERTS = ("gpt-oss-yarn", "ernie-moe", "glm-moe")  # which are not adapted themselves
+EXPERTS = ("gpt-oss-yarn", "ernie-moe", "glm-moe", "hunyuan-moe")  # which are not adapted themselves
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
 

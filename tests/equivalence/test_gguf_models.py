@@ -33,7 +33,7 @@ SAYABLE = (
     *("granite-tied", "granite-hybrid", "granite-hybrid-no-rope", "granite-moe", "olmo2", "olmo3", "olmoe"),
     *("ernie", "ernie-moe", "seed-oss-biases", "glm4", "glm-moe", "glm-moe-groups", "exaone4", "exaone4-full"),
     *("hunyuan", "hunyuan-alpha", "hunyuan-yarn", "ministral3", "gpt-oss", "cohere", "cohere-head-norms", "cohere2"),
-    *("starcoder2", "starcoder2-plain"),
+    *("starcoder2", "starcoder2-plain", "hunyuan-moe"),
 )
 """Few files have keys for windows on some layers only."""
 PROMPT = [5, 17, 3, 80, 41, 2, 96, 0, 33, 33, 7, 12, 64, 90, 1, 28, 55, 9, 13, 71]

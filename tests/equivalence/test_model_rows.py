@@ -24,6 +24,7 @@ VARIED = (
     "gemma3",
     "gemma4-experts",
     "hunyuan",
+    "hunyuan-moe",
     "olmo3",
     "ministral3",
     "cohere-head-norms",

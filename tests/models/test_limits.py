@@ -29,6 +29,7 @@ GEMMA_4 = {
     **{"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
     **{"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16},
 }
+HUNYUAN = {"architectures": ["HunYuanMoEV1ForCausalLM"]}
 COHERE = {"architectures": ["CohereForCausalLM"]}
 PLACES = {
     **dict.fromkeys(["num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"], EXPERTS),
@@ -36,6 +37,7 @@ PLACES = {
     **dict.fromkeys(["moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"], ERNIE),
     **dict.fromkeys(["n_routed_experts", "n_shared_experts", "n_group", "topk_group"], GLM),
     **dict.fromkeys(["routed_scaling_factor", "first_k_dense_replace"], GLM),
+    **dict.fromkeys(["moe_topk", "num_shared_expert"], HUNYUAN),
     **dict.fromkeys(["swiglu_alpha", "swiglu_limit"], GPT_OSS),
     "shared_expert_intermediate_size": {**EXPERTS, "architectures": ["Qwen2MoeForCausalLM"]},
     "num_local_experts": {"architectures": ["MixtralForCausalLM"]},

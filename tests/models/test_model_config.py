@@ -275,6 +275,16 @@ def test_gemmas_first_configs_name_another_gelu_than_they_mean():
             parse_config({**others, "hidden_act": "gelu"})
 
 
+def test_hunyuans_lists_say_the_same_of_each_layer():
+    """As its 80B-A13B has them: sizes and numbers of experts, one for each layer."""
+    lists = {"moe_topk": [2] * 4, "moe_intermediate_size": [96] * 4, "num_shared_expert": [1] * 4}
+    config = {**LLAMA, "architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, **lists}
+    router = RouterSpec(8, 2, normalises=True)
+    assert parse_config(config).layers[3].feed_forward == MixtureSpec(router, MlpSpec(96), MlpSpec(128))
+    with pytest.raises(ConfigError, match=r"moe_topk is \[2, 2, 2, 3\], must be an integer"):
+        parse_config({**config, "moe_topk": [2, 2, 2, 3]})
+
+
 def test_starcoder2_has_no_gate_and_two_heads_of_keys_where_its_config_names_none():
     config = parse_config(STARCODER2)
     mlp = MlpSpec(128, has_bias=True, activation="gelu_tanh", is_gated=False)

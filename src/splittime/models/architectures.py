@@ -82,12 +82,11 @@ def _qwen3(fields: Fields) -> tuple[LayerSpec, ...]:
     return parts.layers(norm, mixers, parts.mlps(fields))
 
 
-def _qwen3_moe(fields: Fields) -> tuple[LayerSpec, ...]:
-    norm, windows = parts.norm(fields), parts.same_windows(fields, SLIDING_WINDOW)
-    if not fields.flag("use_sliding_window", False):
-        windows = parts.no_windows(fields)
+def _qwen3_moe(fields: Fields, windows: parts.Windows | None = None, normalises: bool = False) -> tuple[LayerSpec, ...]:
+    norm, same = parts.norm(fields), parts.same_windows(fields, SLIDING_WINDOW)
+    windows = windows or (same if fields.flag("use_sliding_window", False) else parts.no_windows(fields))
     mixers = parts.attention(fields, windows, head_norm=norm, **_biases(fields))
-    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
+    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", normalises))
     return parts.layers(norm, mixers, parts.mixtures(fields, router))
 
 
@@ -149,11 +148,8 @@ def _dots(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _mellum(fields: Fields) -> tuple[LayerSpec, ...]:
-    norm, windows = parts.norm(fields), parts.same_windows(fields, 1024)
-    windows = parts.windows_of_kinds(fields, windows, [False] * len(windows))
-    mixers = parts.attention(fields, windows, head_norm=norm, **_biases(fields))
-    router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", True))
-    return parts.layers(norm, mixers, parts.mixtures(fields, router))
+    windows = parts.same_windows(fields, 1024)
+    return _qwen3_moe(fields, parts.windows_of_kinds(fields, windows, [False] * len(windows)), normalises=True)
 
 
 def _olmoe(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -232,10 +228,18 @@ def _ministral(fields: Fields) -> tuple[LayerSpec, ...]:
     return parts.layers(parts.norm(fields), mixers, parts.mlps(fields))
 
 
-def _hunyuan(fields: Fields) -> tuple[LayerSpec, ...]:
+def _hunyuan(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple[LayerSpec, ...]:
     norm, windows = parts.norm(fields), parts.no_windows(fields)
     mixers = parts.attention(fields, windows, normed="turned", stretches=True, **_biases(fields))
-    return parts.layers(norm, [_normed_behind(mixer, norm.eps) for mixer in mixers], parts.mlps(fields))
+    mixers = [_normed_behind(mixer, norm.eps) for mixer in mixers]
+    return parts.layers(norm, mixers, feed_forwards or parts.mlps(fields))
+
+
+def _hunyuan_moe(fields: Fields) -> tuple[LayerSpec, ...]:
+    fields = parts.alike(fields, "moe_topk", "moe_intermediate_size", "num_shared_expert")
+    shared = fields.count("num_shared_expert", 1) * fields.count("intermediate_size")
+    router = parts.router(fields, num_chosen=1, normalises=True)
+    return _hunyuan(fields, parts.mixtures(fields, router, shared))
 
 
 def _normed_behind(mixer: AttentionSpec, eps: float) -> AttentionSpec:
@@ -388,7 +392,12 @@ GRANITE_4 = LayerNames(
     mlp=MlpNames("shared_mlp.gate_proj", "shared_mlp.up_proj", "shared_mlp.output_linear"),
     gate_up="shared_mlp.input_linear",
 )
-HUNYUAN = LayerNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
+HUNYUAN = LayerNames(
+    query_norm="self_attn.query_layernorm",
+    key_norm="self_attn.key_layernorm",
+    router="mlp.gate.wg",
+    shared=MlpNames(*(f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down"))),
+)
 GLM = LayerNames(rows_are_paired=True, gate_up="mlp.gate_up_proj")
 GEMMA = LayerNames(norms_less_one=True)
 SANDWICH = replace(GEMMA, mlp_norm="pre_feedforward_layernorm")
@@ -485,6 +494,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _mistral, defaults={"head_dim": 128, "rope_parameters": MINISTRAL_YARN, **SHORT_EPS}
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(_hunyuan, HUNYUAN, defaults=SHORT_EPS),
+    "HunYuanMoEV1ForCausalLM": Architecture(_hunyuan_moe, HUNYUAN, defaults={"num_experts": 1, **SHORT_EPS}),
     "Olmo2ForCausalLM": Architecture(_olmo, defaults=SHORT_EPS),
     "Olmo3ForCausalLM": Architecture(_olmo3, defaults={"rope_theta": 5e5, **SHORT_EPS}),
     "Exaone4ForCausalLM": Architecture(_exaone4, defaults=SHORT_EPS),

@@ -67,7 +67,7 @@ class Decoder:
     ) -> Tensor:
         """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapter_uses: which
         tokens use which adapters; the others use none."""
-        return self.compute(token_ids, positions, kv.layers, self.planned(kv, batch), adapter_uses)
+        return self.through(self.embedded(token_ids), positions, kv.layers, self.planned(kv, batch), adapter_uses)
 
     def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
         """Returns the attention of a batch: one plan for each of `kv_groups`."""
@@ -75,18 +75,6 @@ class Decoder:
             self.ops.plan_attention(batch, shape, group.window_tokens)
             for group, shape in zip(self.kv_groups, kv.shapes, strict=True)
         ]
-
-    def compute(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        stores: Sequence[LayerKv],
-        plans: Sequence[AttentionPlan],
-        adapter_uses: Sequence[AdapterUse] = (),
-    ) -> Tensor:
-        """`forward`, with the attention planned: one plan for each of `kv_groups`."""
-        hidden = self.embedded(token_ids)
-        return self.through(hidden, positions, stores, plans, adapter_uses)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> the first layer's input, [T, hidden]."""
@@ -101,7 +89,7 @@ class Decoder:
         plans: Sequence[AttentionPlan],
         adapter_uses: Sequence[AdapterUse] = (),
     ) -> Tensor:
-        """Returns what the layers make of their input, [T, hidden]."""
+        """Returns what the layers make of their input, [T, hidden]. plans: one for each of `kv_groups`."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
         for index, ((layer, table, group), store) in enumerate(zip(self._walk, stores, strict=True)):
             own = [(one.layers[index], one.tokens) for one in adapter_uses]

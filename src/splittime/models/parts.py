@@ -51,7 +51,7 @@ OF_ALL = {
 }
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
-CHOSEN = ("num_experts_per_tok", "moe_k")
+CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 class Ropes:
@@ -337,6 +337,13 @@ def router(fields: Fields, num_chosen: int, normalises: bool) -> RouterSpec:
     if chosen > num_experts:
         raise fields.bad(key, chosen, f"at most the number of experts, {num_experts}")
     return RouterSpec(num_experts, chosen, normalises)
+
+
+def alike(fields: Fields, *keys: str) -> Fields:
+    """Returns the fields with one number for a list that has it for each layer."""
+    lists = {key: fields.values[key] for key in keys if isinstance(fields.values.get(key), list)}
+    same = {key: each[0] for key, each in lists.items() if len({repr(one) for one in each}) == 1}
+    return fields.below(fields.values | same, fields.prefix)
 
 
 def grouped(fields: Fields, router: RouterSpec) -> RouterSpec:

@@ -104,7 +104,8 @@ def sizes_of_config(
     _require(kv_precision or plain, tuple(KV_DTYPES), "kv_precision")
     plan = choose(None if name in PLAIN else name, plain, has_finer=not is_card)
     table_bytes = model.vocab_size * model.hidden_size * getattr(torch, plain).itemsize
-    packed_bytes = _packed_bytes(model, plan)
+    packed_bytes = kept_bytes(model.vocab_size, model.hidden_size, plan.head)
+    packed_bytes += sum(_layer_bytes(layer, model.hidden_size, plan) for layer in model.layers)
     kv_bytes = bytes_per_block(kv_groups(model.layers), 1, KV_DTYPES[kv_precision or plain])
     shares_table = model.tie_word_embeddings and plan.head.name == plain
     return ModelSizes(
@@ -126,12 +127,6 @@ def _require(name: str, known: tuple[str, ...], param: str) -> None:
     if name not in known:
         hint = f"Known: {', '.join(known)}."
         raise ConfigError(f"{param} {name!r} is not known", param=param, value=name, hint=hint)
-
-
-def _packed_bytes(model: ModelConfig, plan: WeightPlan) -> int:
-    """Returns the bytes of all that is multiplied: the layers' weights and the head's."""
-    head = kept_bytes(model.vocab_size, model.hidden_size, plan.head)
-    return head + sum(_layer_bytes(layer, model.hidden_size, plan) for layer in model.layers)
 
 
 def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:

@@ -127,6 +127,7 @@ FAMILIES = {
     "dots1": Family("Dots1ForCausalLM", GROUPED, gating=SIGMOID),
     "exaone4": Family("Exaone4ForCausalLM", PATTERN),
     "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM"),
+    "hunyuan-moe": Family("HunYuanMoEV1ForCausalLM", {**EXPERTS, "num_shared_expert": "expert_shared_count"}),
     "mistral3": Family("Ministral3ForCausalLM", in_rope=MISTRAL),
     "command-r": Family("CohereForCausalLM", COHERE),
     "cohere2": Family("Cohere2ForCausalLM", {**COHERE, **WINDOW}),

@@ -202,17 +202,15 @@ def _on_device(table: Tensor | Table, config: ModelConfig, ops: Ops) -> Tensor |
     return rows.to(ops.device, ops.activation_dtype)
 
 
+@dataclass(frozen=True)
 class _Model:
     """Takes the tensors of the whole decoder, the largest first: nothing else is in memory yet when the head passes."""
 
-    def __init__(
-        self, packer: Packer, config: ModelConfig, plan: WeightPlan, on_layer: OnLayer, ranks: Ranks | None
-    ) -> None:
-        self.packer = packer
-        self.config = config
-        self.plan = plan
-        self.on_layer = on_layer
-        self.ranks = ranks
+    packer: Packer
+    config: ModelConfig
+    plan: WeightPlan
+    on_layer: OnLayer
+    ranks: Ranks | None
 
     def build(self, num_positions: int) -> Decoder:
         config, ops, source = self.config, self.packer.ops, self.packer.source

@@ -158,7 +158,8 @@ class DecodeGraphs:
             ids = buffers.by_name["ids"].to(torch.int64)
             known = self._latest.index_select(0, buffers.by_name["places"])
             ids = torch.where(ids < 0, known, ids)
-            hidden = self._decoder.compute(ids, buffers.by_name["positions"], self._store.layers, plans)
+            hidden = self._decoder.embedded(ids)
+            hidden = self._decoder.through(hidden, buffers.by_name["positions"], self._store.layers, plans)
             return hidden, self._decoder.logits(hidden)
 
         before = Counter(plain.total())
