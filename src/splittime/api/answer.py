@@ -87,15 +87,12 @@ class Renderer:
         self._is_preformatted = self.is_plain and not ask.continuous_usage and not self._is_told_apart
         self._tool_answers: dict[int, ToolAnswer] = {}
         self._opened: set[int] = set()
-        self._plain_parts = self._preformat()
-
-    def _preformat(self) -> tuple[bytes, bytes, bytes]:
-        """The bytes before the index, between index and text, and after the text of a plain chunk."""
         marker = NewOutput("\x00", (), ())
         probe = orjson.dumps(self._chunk([{"index": -1, **self._form.piece(marker), "finish_reason": None}]))
         before, rest = probe.split(b'"index":-1', 1)
         between, after = rest.split(b'"\\u0000"', 1)
-        return b"data: " + before + b'"index":', between, after + b"\n\n"
+        # before the index, between index and text, and after the text of a plain chunk
+        self._plain_parts = b"data: " + before + b'"index":', between, after + b"\n\n"
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self._form.object_chunk, **self._head, "choices": choices, **self._usage_field, **more}

@@ -157,7 +157,8 @@ class RevisionTrial:
             if told["request_id"] in self._known:
                 continue
             account = account_from_json(told)
-            revision = _revision(account, revisions)
+            found = {revisions.get(attempt.upstream) for attempt in account.attempts}
+            revision = found.pop() if len(found) == 1 else None  # several were tried, or none that is known
             if revision is not None:
                 self._known[account.request_id] = None
                 self._trial.note(msgspec.structs.replace(account, config_version=revision))
@@ -181,12 +182,6 @@ class RevisionTrial:
     def _forget(self) -> None:
         for request_id in list(self._known)[: max(0, len(self._known) - MAX_KNOWN)]:
             del self._known[request_id]
-
-
-def _revision(account: ClosedAccount, revisions: Mapping[str, str]) -> str | None:
-    """Returns the revision that answered; None where several were tried, or none that is known."""
-    found = {revisions.get(attempt.upstream) for attempt in account.attempts}
-    return found.pop() if len(found) == 1 else None
 
 
 class FleetKeeper:
@@ -227,7 +222,9 @@ class FleetKeeper:
             wish.unlink()
             await self._read_again()
         placed, at_s = await self._in_thread(self._places.look), time.monotonic()
-        self._end_unknown(placed)
+        # who was started by one who was killed before it wrote that down, or was to end then
+        for name in set(placed) - set(self.state.replicas):
+            self._places.end(name)
         await self._note(session, placed, at_s)
         await self._gateways.look(session)
         await self._rollout.advance(session, self._gateways, self._events)
@@ -248,11 +245,6 @@ class FleetKeeper:
         return FleetController(cluster.config.scale, num_before)
 
     # ---- what is seen
-
-    def _end_unknown(self, placed: Mapping[str, ReplicaSeen]) -> None:
-        """End what was started by one who was killed before it wrote that down, or was to end then."""
-        for name in set(placed) - set(self.state.replicas):
-            self._places.end(name)
 
     async def _note(self, session: aiohttp.ClientSession, placed: Mapping[str, ReplicaSeen], at_s: float) -> None:
         names = list(self.state.replicas)
@@ -292,7 +284,8 @@ class FleetKeeper:
         if order.action in (FleetAction.START, FleetAction.WARM):
             name = await self._start(order)
         elif order.action is FleetAction.STOP:
-            words = _last_lines(self._watches.pop(name).words)
+            lines = [line for line in self._watches.pop(name).words.splitlines() if line.strip()]
+            words = "\n".join(lines[-LAST_LINES:])[-LAST_LETTERS:]
             del state.replicas[name]
             self._places.end(name)
         elif order.action is FleetAction.ADMIT:
@@ -373,11 +366,6 @@ class FleetKeeper:
             self.state, self._watches, self._gateways, self._rollout, decision, list(self._events), time.monotonic()
         )
         write_whole(self._cluster.folder / STATUS, told)
-
-
-def _last_lines(words: str) -> str:
-    lines = [line for line in words.splitlines() if line.strip()]
-    return "\n".join(lines[-LAST_LINES:])[-LAST_LETTERS:]
 
 
 def status_json(

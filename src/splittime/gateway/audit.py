@@ -106,7 +106,9 @@ class AuditLog:
             return
         begin = self._file.tell()
         try:
-            _write_all(self._file, b"".join(map(_line, batch)))
+            left = memoryview(b"".join(map(_line, batch)))
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             self._take_off(begin, error)
             self._drop(len(batch) - bool(untold))
@@ -146,13 +148,6 @@ def _of_request(account: ClosedAccount, body: bytes | None, is_cut: bool) -> dic
     if body is not None:
         told |= {"body": body.decode("utf-8", "replace"), "body_is_cut": is_cut}
     return told
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    """Raises OSError if the disk does not take all of it."""
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _opened(path: Path) -> tuple[BinaryIO, int]:

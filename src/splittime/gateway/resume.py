@@ -90,14 +90,6 @@ def why_not(path: str, body: dict[str, Any], way: str) -> str:
         return "its min_tokens is no whole number"
     if "seed" in body and body.get("temperature") != 0:
         return "a seed's draws go by their place in the answer"
-    return _unknown_field(body, way)
-
-
-def _is_one(prompt: object) -> bool:
-    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(one) is int for one in prompt))
-
-
-def _unknown_field(body: dict[str, Any], way: str) -> str:
     for name, value in body.items():
         is_known = name in KEPT or name in SETTLED or name in OF_THE_TEMPLATE
         if is_known or (name in WITHOUT_EFFECT and value == WITHOUT_EFFECT[name]):
@@ -106,6 +98,10 @@ def _unknown_field(body: dict[str, Any], way: str) -> str:
             continue
         return f"it has {name[:64]!r}, which another upstream cannot be asked to go on with"
     return ""
+
+
+def _is_one(prompt: object) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(type(one) is int for one in prompt))
 
 
 def telling(request: ForwardedRequest, body: dict[str, Any]) -> ForwardedRequest:

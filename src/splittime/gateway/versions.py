@@ -227,7 +227,10 @@ class GatewayVersions:
     async def _swap(self, made: GatewayService, applied: Applied, what: str, by: str, why: str = "") -> None:
         if made is not self.canary:
             await self._open(made)
-        self._forget_gone(made)
+        # What is measured of other upstreams goes; those that go with this change are told of until the next.
+        known = [one for service in (made, *self.living) for one in service.router.upstreams]
+        made.round_trips.keep({(one.address.host, one.address.port) for one in known})
+        made.metrics.keep({one.name for one in known})
         old, self.current = self.current, made
         self._lead_waiting(made, (old, *self._retired))
         self._previous, self._applied = [self._applied], applied
@@ -237,13 +240,6 @@ class GatewayVersions:
         made.metrics.gateway = made
         self.on_swap()
         self._note(what, made.version, by, why)
-
-    def _forget_gone(self, made: GatewayService) -> None:
-        """Drop what is measured of upstreams that neither this version has nor one before that lives: those that go
-        with this change are told of until the next."""
-        known = [one for service in (made, *self.living) for one in service.router.upstreams]
-        made.round_trips.keep({(one.address.host, one.address.port) for one in known})
-        made.metrics.keep({one.name for one in known})
 
     def _lead_waiting(self, made: GatewayService, earlier: Iterable[GatewayService]) -> None:
         """Give the requests of earlier versions whose models and pools are all there still the upstreams of this one:

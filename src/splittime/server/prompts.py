@@ -160,7 +160,9 @@ class Prompts:
         try:
             done = await self._carried_out(self.work, deadline_ns, self._framed)
         except RequestError as error:
-            self._name_field(error)
+            name, bracket, index = (error.info.param or "").partition("[")
+            if name == "prompt":  # or one of several: named as the body of this endpoint names it
+                error.info = msgspec.structs.replace(error.info, param=self._field + bracket + index)
             raise
         self._service.admission.learn_ratio(done.num_bytes, sum(done.whole_lens))
         return done
@@ -192,12 +194,6 @@ class Prompts:
         """Nobody wants the ids any more: end the work on them, if there is any."""
         if self._task is not None and not self._task.done.done():
             self._service.texts.drop(self._task, Disconnected())
-
-    def _name_field(self, error: RequestError) -> None:
-        """Have the refusal of a prompt, or of one of several, name the field that the body of this endpoint has."""
-        name, bracket, index = (error.info.param or "").partition("[")
-        if name == "prompt":
-            error.info = msgspec.structs.replace(error.info, param=self._field + bracket + index)
 
     def _inline(self, work: TextWork) -> TextDone:
         begin_ns = now_ns()

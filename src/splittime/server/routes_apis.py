@@ -164,16 +164,6 @@ async def count_message_tokens(service: Service, scope: http.Scope, receive: htt
     await respond_count(service, scope, receive, send, exchange.chat_of)
 
 
-def _check_version(scope: http.Scope) -> None:
-    """Clients send one; who sends none is taken to mean it."""
-    given = http.header(scope, b"anthropic-version")
-    if given is not None and given not in messages.VERSIONS:
-        hint = f"send anthropic-version: {' or '.join(messages.VERSIONS)}"
-        raise RequestError(
-            f"anthropic-version {given[:64]} is not served", param="anthropic-version", value=given[:64], hint=hint
-        )
-
-
 class MessageExchange:
     """One message, from its body to its answer."""
 
@@ -182,7 +172,12 @@ class MessageExchange:
 
     async def chat_of(self, sender: BodySender, body: bytes) -> GivenBody:
         """Returns what reads a chat's body that asks for this message. Raises what the client must be told."""
-        _check_version(self._scope)
+        given = http.header(self._scope, b"anthropic-version")
+        if given is not None and given not in messages.VERSIONS:  # who sends none is taken to mean it
+            hint = f"send anthropic-version: {' or '.join(messages.VERSIONS)}"
+            raise RequestError(
+                f"anthropic-version {given[:64]} is not served", param="anthropic-version", value=given[:64], hint=hint
+            )
         ignored = self._config.new_ignored()
         return GivenBody(len(body), partial(self._chat_of, body, ignored), ignored)
 

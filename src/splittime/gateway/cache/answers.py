@@ -82,19 +82,14 @@ def asked_key(request: ForwardedRequest, tenant: str, *, takes_sampled: bool) ->
     if len(request.body) > MAX_REQUEST_BYTES:
         return AskedKey(why_not="long")
     try:
-        body = _plain_numbers(request.body)
+        told = json.loads(request.body, parse_float=_number, parse_constant=_refuse)
+        if not isinstance(told, dict):
+            raise ValueError("no object")
+        body = {name: value for name, value in told.items() if value is not None and not _is_default(name, value)}
         why_not = _why_not(body, takes_sampled)
         return AskedKey(why_not=why_not) if why_not else _keys(body, request, tenant)
     except (ValueError, RecursionError):
         return AskedKey(why_not="unreadable")
-
-
-def _plain_numbers(body: bytes) -> dict[str, Any]:
-    """Raises `ValueError` for a body that is no object."""
-    told = json.loads(body, parse_float=_number, parse_constant=_refuse)
-    if not isinstance(told, dict):
-        raise ValueError("no object")
-    return {name: value for name, value in told.items() if value is not None and not _is_default(name, value)}
 
 
 def _is_default(name: str, value: Any) -> bool:

@@ -227,7 +227,9 @@ class ResponseCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self.store = _store(config)
         self._questions = QuestionIndex(config.cache.max_questions)
-        self._embedder, self.verifier = _likeness_of(config, connections, embedder_key)
+        embedder, verifier = config.embedder, config.verifier
+        self._embedder = None if embedder is None else Embedder(embedder, config.breaker, embedder_key, connections)
+        self.verifier = None if verifier is None else Verifier(verifier, config.breaker)
         self.flights: dict[str, Flight] = {}
         self.results: Counter[tuple[str, str]] = Counter()  # result and why
         self.shadowed: Counter[tuple[str, str]] = Counter()  # kind and outcome
@@ -450,14 +452,3 @@ def _store(config: GatewayConfig) -> AnswerStore:
 
         return ValkeyAnswers(config.cache.valkey)
     return SqliteAnswers(config.cache.file, config.cache.max_bytes)
-
-
-def _likeness_of(
-    config: GatewayConfig, connections: UpstreamConnections, key: str | None
-) -> tuple[Embedder | None, Verifier | None]:
-    """Returns what finds like questions and what judges them, as far as the config has them."""
-    embedder, verifier = config.embedder, config.verifier
-    return (
-        None if embedder is None else Embedder(embedder, config.breaker, key, connections),
-        None if verifier is None else Verifier(verifier, config.breaker),
-    )

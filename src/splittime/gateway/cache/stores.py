@@ -236,7 +236,7 @@ class SqliteAnswers:
         old = self._rows.execute(words, (now_s, PART)).fetchall()  # the rest goes with the next ones
         gone = self._delete([key for (key,) in old])
         while self.num_bytes + size > self._max_bytes:
-            gone += self._delete_least_used()
+            gone += self._delete([self._rows.execute("SELECT key FROM answers ORDER BY used LIMIT 1").fetchone()[0]])
         self._ticks += 1
         values = (answer.key, answer.tenant, answer.model, now_s, now_s + max_age_s, self._ticks, size, body)
         self._rows.execute("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
@@ -272,9 +272,6 @@ class SqliteAnswers:
     def close(self) -> None:
         self._rows.close()
 
-    def _delete_least_used(self) -> list[str]:
-        return self._delete([self._rows.execute("SELECT key FROM answers ORDER BY used LIMIT 1").fetchone()[0]])
-
     def _delete(self, keys: list[str]) -> list[str]:
         """Delete rows; returns the keys of those that were there."""
         gone = []
@@ -293,7 +290,9 @@ def _opened(path: str | None) -> sqlite3.Connection:
         if path is not None:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         rows = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-        _refuse_others(rows)
+        tables = {name for (name,) in rows.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and "answers" not in tables:
+            raise sqlite3.DatabaseError(f"it is a database of something else, with {sorted(tables)[0]}")
         rows.execute("PRAGMA journal_mode = WAL")
         rows.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is asked again
         if rows.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
@@ -319,13 +318,6 @@ def _begin(rows: sqlite3.Connection) -> None:
         rows.execute(f"DROP TABLE IF EXISTS {table}")
     rows.execute("CREATE TABLE begun (unix_s REAL)")
     rows.execute("INSERT INTO begun VALUES (?)", (time.time(),))
-
-
-def _refuse_others(rows: sqlite3.Connection) -> None:
-    """Raises `sqlite3.Error` for a database that is something else's."""
-    tables = {name for (name,) in rows.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables and "answers" not in tables:
-        raise sqlite3.DatabaseError(f"it is a database of something else, with {sorted(tables)[0]}")
 
 
 class ValkeyAnswers:
