@@ -73,7 +73,10 @@ def _check(prompt: Prompt, sampling: SamplingParams, vocab_size: int) -> None:
     """A token id that the model does not have would break the step for everyone in it."""
     sampling.validate()
     if isinstance(prompt, str):
-        _check_text(prompt)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompts holds a text that is not Unicode: {error}", param="prompts") from None
     else:
         check_token_ids(prompt, vocab_size, "prompts")
     check_lists(sampling, vocab_size)
@@ -97,13 +100,6 @@ def _ids(entries: Sequence[Any]) -> tuple[int, ...]:
     if isinstance(entries, bytes):
         raise TypeError("bytes are no text, decode them first")
     return tuple(operator.index(entry) for entry in entries)
-
-
-def _check_text(prompt: str) -> None:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"prompts holds a text that is not Unicode: {error}", param="prompts") from None
 
 
 def _typed(sampling: Any) -> SamplingParams:
@@ -341,7 +337,9 @@ class LLM:
                     self._driver.submit(choice.request)
                 yield choices
             finally:
-                self._clear(choices)
+                for request_id in choices:
+                    self.crank.abort(request_id)
+                self._driver.run_dry()  # so that the next call finds nothing of this one
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -399,12 +397,6 @@ class LLM:
             error=choice.error,
             pooled=choice.pooled,
         )
-
-    def _clear(self, choices: dict[str, Choice]) -> None:
-        """End what is still open and hear the engine out, so that the next call finds nothing of this one."""
-        for request_id in choices:
-            self.crank.abort(request_id)
-        self._driver.run_dry()
 
     def _note(self, step: StepOutput) -> None:
         if step.record is not None:

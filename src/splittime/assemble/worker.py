@@ -73,18 +73,14 @@ def import_quickly(timeline: Timeline) -> None:
     with importing():
         with _without(META_OPERATORS):
             import_parts(timeline)
-        _bind_generators()
+        import torch
 
+        # `torch.Generator` needs it; `torch._prims.rng_prims`, which an import of all of torch ends with, does this
+        bind = getattr(torch._C, "_set_generator_metaclass", None)  # versions without it need none
+        if bind is not None:
+            from torch._opaque_base import OpaqueBaseMeta
 
-def _bind_generators() -> None:
-    """Make `torch.Generator` usable: `torch._prims.rng_prims`, which an import of all of torch ends with, does this."""
-    import torch
-
-    bind = getattr(torch._C, "_set_generator_metaclass", None)  # versions without it need none
-    if bind is not None:
-        from torch._opaque_base import OpaqueBaseMeta
-
-        bind(OpaqueBaseMeta)
+            bind(OpaqueBaseMeta)
 
 
 @contextmanager

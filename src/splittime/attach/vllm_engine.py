@@ -117,14 +117,6 @@ class VllmEngine:
             else:
                 self._abort(message)
 
-    def _take_aborts(self, door: Door) -> None:
-        """While a step runs vLLM reads both and heeds aborts alone."""
-        for message, at_ns in door.take_all():
-            if isinstance(message, Submit):
-                self._come.append((message, at_ns))
-            else:
-                self._abort(message)
-
     def _submit(self, message: Submit, at_ns: int) -> None:
         traced = self._traced[message.request.request_id]
         if at_ns != traced.received_ns:  # it waited for another's answer
@@ -157,7 +149,11 @@ class VllmEngine:
                 self._note_empty()
             return self._output_of_step(())
         clock.advance_to(done_ns - 1)
-        self._take_aborts(door)
+        for message, at_ns in door.take_all():  # while a step runs vLLM reads both and heeds aborts alone
+            if isinstance(message, Submit):
+                self._come.append((message, at_ns))
+            else:
+                self._abort(message)
         clock.advance_to(max(done_ns, clock.now_ns() + 1))  # who was ended just before did not end by this result
         of_clients = scheduler.update_from_output(planned.plan, sampled(scheduler, planned, self._answers))
         new = {each.request_id: each.new_token_ids for outputs in of_clients.values() for each in outputs.outputs}
@@ -224,7 +220,10 @@ def replay(recorded: Recorded) -> Divergence | None:
     record tells of it. Raises ConfigError for what cannot be replayed."""
     settings = settings_of(recorded.facts)
     require_whole(recorded)
-    _require_known_waits(recorded.accounts)
+    for account in recorded.accounts:
+        if any(each.cause in (Cause.GRAMMAR, Cause.KV_TRANSFER) for each in account.intervals):
+            words = f"request {account.request_id} waited for a grammar or a transfer; nobody knows when it was there"
+            raise ConfigError(words, param="ledger", hint="Replay a run without such requests.")
     length = settings.max_model_len
     course = VllmCourse(traced_requests(recorded.accounts, length), recorded.steps, length)
     again = VllmAgain(settings, course)
@@ -235,13 +234,6 @@ def replay(recorded: Recorded) -> Divergence | None:
     except UnknownStep as unknown:
         return first_divergence(recorded.steps, replayed, unknown.rows)
     return first_divergence(recorded.steps, replayed, None)
-
-
-def _require_known_waits(accounts: Iterable[ClosedAccount]) -> None:
-    for account in accounts:
-        if any(each.cause in (Cause.GRAMMAR, Cause.KV_TRANSFER) for each in account.intervals):
-            words = f"request {account.request_id} waited for a grammar or a transfer; nobody knows when it was there"
-            raise ConfigError(words, param="ledger", hint="Replay a run without such requests.")
 
 
 def ready_ns(record: StepRecord) -> int:
@@ -372,16 +364,12 @@ class VllmAgain:
     def _reach(self, at_ns: int, num_taken: int) -> None:
         """Goes on to the instant of a plan, before which so many have been taken in."""
         self._clock.advance_to(at_ns)
-        self._submit_until(num_taken)
-        self._end(self._course.aborts_until(at_ns))
-
-    def _submit_until(self, num_taken: int) -> None:
-        """Takes in so many of all, as far as they have come."""
         for traced in self._course.requests[self._num_taken : num_taken]:
             if traced.received_ns > self._clock.now_ns():
                 break
             self._scheduler.add_request(offline_request(traced, self._settings))
             self._num_taken += 1
+        self._end(self._course.aborts_until(at_ns))
 
     def _end(self, names: Iterable[str]) -> None:
         for name in names:

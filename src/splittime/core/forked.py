@@ -135,7 +135,10 @@ class ForkParent:
             return
         self.stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        description = _in_memory(self._describe())
+        description = os.memfd_create("description")
+        with open(description, "wb", closefd=False) as file:
+            file.write(self._describe())
+        os.lseek(description, 0, os.SEEK_SET)
         command = [sys.executable, "-m", self._module, str(theirs.fileno()), str(description)]
         try:
             self._process = subprocess.Popen(
@@ -173,12 +176,3 @@ class ForkParent:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
-
-
-def _in_memory(content: bytes) -> int:
-    """A file descriptor to read it from."""
-    number = os.memfd_create("description")
-    with open(number, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(number, 0, os.SEEK_SET)
-    return number

@@ -251,7 +251,10 @@ class Crank:
         engine, clock = self.engine, self._clock
         self._skip_idle_time()
         if not engine.num_in_flight and not self._launch():
-            return self._without_step()
+            if not engine.has_outputs:  # refusals, aborts, expired deadlines
+                return None
+            now_ns = clock.now_ns()
+            return StepOutput(0, now_ns, engine.take_outputs(), self._stats(now_ns))
         if engine.may_begin:
             self._launch()
         waiting_ns = clock.now_ns() if engine.plans_ahead else 0
@@ -284,13 +287,6 @@ class Crank:
                 self.engine.call_off()
                 self._planned_ns.pop()
             raise
-
-    def _without_step(self) -> StepOutput | None:
-        """Returns what there is to say without a step: refusals, aborts, expired deadlines."""
-        if not self.engine.has_outputs:
-            return None
-        now_ns = self._clock.now_ns()
-        return StepOutput(0, now_ns, self.engine.take_outputs(), self._stats(now_ns))
 
     # ---- what only a driver knows ---------------------------------------------------------------------------------
 

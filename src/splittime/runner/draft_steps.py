@@ -99,16 +99,12 @@ class DraftedAnswer:
         to which position the text is what was drafted from."""
         self.record.learn_verified(num_verified, len(self.drafts))
         came = self.tokens[self.drafted_at :]
-        num_right = _num_equal(self.drafts, came)
+        num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.drafts, came, strict=False)))
         for place in range(min(num_right + 1, len(self.drafts), len(came))):
             self.record.confidence.learn(self.probabilities[place], place < num_right)
         self.trust.learn(sum(self.survival[: len(came)]) / self.trust.factor, num_right)
         self.drafts, self.survival, self.probabilities = [], [], []
         return self.drafted_at + num_right
-
-
-def _num_equal(drafts: Sequence[int], came: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came, strict=False)))
 
 
 MEASURED_STEPS = 8
@@ -238,18 +234,15 @@ class DraftSteps:
         results = self._runner.run(StepPlan(0, tuple(rows.values()))).rows
         took_ns = self._now_ns() - begin_ns
         for (answer, row), result in zip(rows.items(), results, strict=True):
-            self._note_computed(answer, row, result)
+            answer.is_broken = result.error is not None
+            # What lies in spare blocks is computed again once the scheduler has lent blocks for it; so is what a head
+            # made of drafts, from its own features: the model's are better, and there by then.
+            end = min(row.start + row.num_tokens, len(answer.table) * self._block_size)
+            end = end if self._features is None else min(end, len(answer.tokens))
+            if end > answer.num_computed and not answer.is_broken:
+                self._blocks.set_computed(answer.table, answer.num_computed, end)
+                answer.num_computed = end
         return results, took_ns
-
-    def _note_computed(self, answer: DraftedAnswer, row: Row, result: RowResult) -> None:
-        """What lies in spare blocks is computed again once the scheduler has lent blocks for it; so is what a head made
-        of drafts, from its own features: the model's are better, and there by then."""
-        answer.is_broken = result.error is not None
-        end = min(row.start + row.num_tokens, len(answer.table) * self._block_size)
-        end = end if self._features is None else min(end, len(answer.tokens))
-        if end > answer.num_computed and not answer.is_broken:
-            self._blocks.set_computed(answer.table, answer.num_computed, end)
-            answer.num_computed = end
 
 
 class DraftBlocks:

@@ -125,8 +125,10 @@ class FormProcess:
                 raise FormGone
             elif time.monotonic() > end_s:
                 raise TimeoutError
-            elif self._processor_ns() > slow_ns:
-                self._give_way()
+            elif self._processor_ns() > slow_ns:  # it leaves the processor to forms that are quick
+                with contextlib.suppress(OSError):  # it has ended
+                    for thread in os.listdir(f"/proc/{self._pid}/task"):
+                        os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + NICER)
         return bytes(received[HEAD.size :])
 
     def _processor_ns(self) -> int:
@@ -135,12 +137,6 @@ class FormProcess:
         with contextlib.suppress(OSError):  # it has ended
             return time.clock_gettime_ns(~pid << 3 | 2) if pid is not None else 0
         return 0
-
-    def _give_way(self) -> None:
-        """Have it leave the processor to forms that are quick."""
-        with contextlib.suppress(OSError):  # it has ended
-            for thread in os.listdir(f"/proc/{self._pid}/task"):
-                os.setpriority(os.PRIO_PROCESS, int(thread), os.nice(0) + NICER)
 
     def end(self) -> None:
         """Now, whatever it does; from any thread."""

@@ -213,7 +213,11 @@ class TorchRunner:
             forward=StreamMark(self.execution.device),  # what follows is in the order in which it is computed
             is_silent_finite=self.execution.finite(batch.last_of(made.hidden, silent)) if silent else None,
             chosen=None if raw is None else self._choose(batch, sampling, raw, masks),
-            prompt_scores=self._score_prompts(batch, made.hidden),
+            prompt_scores={
+                slot.admitted.request_id: self._prompt_scores(batch, index, made.hidden)
+                for index, slot in enumerate(batch.slots)
+                if slot.admitted.sampling.prompt_logprobs is not None and batch.rows[index].start < slot.prompt_len
+            },
             pooled=_pool(self.decoder, batch, made.hidden),
             end=StreamMark(self.execution.device),
             padded_rows=made.padded_rows,
@@ -239,14 +243,6 @@ class TorchRunner:
         allowed = hold_to_bounds(slots, counts, self.resolved.vocab_size, allowed)
         logits = penalties.adjusted(raw, slots, counts, allowed)
         return self.execution.choose(slots, counts, raw, logits, allowed)
-
-    def _score_prompts(self, batch: Batch, hidden: Tensor) -> dict[str, tuple[TokenLogprob, ...]]:
-        """By request, where prompt log-probabilities are wanted: of the tokens that follow those of its row."""
-        return {
-            slot.admitted.request_id: self._prompt_scores(batch, index, hidden)
-            for index, slot in enumerate(batch.slots)
-            if slot.admitted.sampling.prompt_logprobs is not None and batch.rows[index].start < slot.prompt_len
-        }
 
     def _prompt_scores(self, batch: Batch, index: int, hidden: Tensor) -> tuple[TokenLogprob, ...]:
         row, slot = batch.rows[index], batch.slots[index]

@@ -81,18 +81,14 @@ class Answers:
             return RowResult(request_id)
         drafts = self._drafts.get(request_id)
         if drafts is not None:
-            return self._guessed(row, drafts)
+            place, num_right = row.start + len(row.token_ids), 0
+            if row.draft_token_ids:
+                rng = random.Random(f"{self._seed} {place} {row.request_id}")
+                num_right = drafts.at(place).right_of(len(row.draft_token_ids), drafts.usual, rng)
+            return self.accepted(row, num_right, drafts.at(place + 1 + num_right).told)
         if request_id not in self._known:
             return _sampled(request_id)
         return RowResult(request_id, tuple(self.tokens(request_id, row.start + row.num_tokens, 1)))
-
-    def _guessed(self, row: Row, drafts: RequestDrafts) -> RowResult:
-        """Returns the result of a row that samples, with the drafts that are told behind it."""
-        place, num_right = row.start + len(row.token_ids), 0
-        if row.draft_token_ids:
-            rng = random.Random(f"{self._seed} {place} {row.request_id}")
-            num_right = drafts.at(place).right_of(len(row.draft_token_ids), drafts.usual, rng)
-        return self.accepted(row, num_right, drafts.at(place + 1 + num_right).told)
 
     def accepted(self, row: Row, num_right: int, told: Told) -> RowResult:
         """Returns the result of a row so many of whose drafts are right. told: of drafts for the next row."""

@@ -97,22 +97,18 @@ def require_known_drafts(steps: Sequence[StepRecord], max_model_len: int) -> Non
     try:
         for step in drafted:
             verify_drafts(step)
-            _verify_lengths(step, max_model_len)
+            for request_id, told in step.told_drafts:
+                num_drafts = told if isinstance(told, int) else len(told)
+                if num_drafts > max_model_len:
+                    raise ValueError(
+                        f"step {step.step_id}: {num_drafts} drafts told for {request_id}, of {max_model_len} tokens"
+                    )
     except ValueError as error:
         hint = "The ledger is damaged. Record another."
         raise ConfigError(f"{error}: that cannot be", param="ledger", hint=hint) from None
     if drafted and not any(step.drafts for step in drafted):
         words = f"step {drafted[0].step_id} verified drafts, and the ledger does not say what was told of them"
         raise ConfigError(words, param="ledger", hint="Record another: an early version wrote it.")
-
-
-def _verify_lengths(step: StepRecord, max_model_len: int) -> None:
-    for request_id, told in step.told_drafts:
-        num_drafts = told if isinstance(told, int) else len(told)
-        if num_drafts > max_model_len:
-            raise ValueError(
-                f"step {step.step_id}: {num_drafts} drafts told for {request_id}, of {max_model_len} tokens"
-            )
 
 
 def drafts_of(accounts: Sequence[ClosedAccount], steps: Iterable[StepRecord]) -> list[RequestDrafts | None]:

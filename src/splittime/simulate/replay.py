@@ -120,14 +120,6 @@ class RecordedArrivals:
     def wait(self, timeout_s: float | None) -> bool:
         return True  # time goes on in `take_all`
 
-    def _require_progress(self) -> None:
-        """Raises UnknownStep if nothing has come or ended since the last turn: then nothing ever does, for the replay
-        has nobody to compute where the recorded run had a step."""
-        now_at = self._steps.num_ended, len(self._messages)
-        if now_at == self._came_to:
-            raise UnknownStep(())
-        self._came_to = now_at
-
     def take_all(self) -> Iterator[tuple[ToEngine, int]]:
         record = self._steps.next
         if record is None:
@@ -136,7 +128,10 @@ class RecordedArrivals:
         if record is not self._record:
             self._record = record
             self._messages.extend(self._asked(record))
-        self._require_progress()
+        now_at = self._steps.num_ended, len(self._messages)
+        if now_at == self._came_to:  # nothing ever comes: nobody computes where the recorded run had a step
+            raise UnknownStep(())
+        self._came_to = now_at
         while self._messages:
             at_ns, message = self._messages.popleft()
             self._clock.advance_to(at_ns)

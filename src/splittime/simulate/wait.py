@@ -317,7 +317,8 @@ class WaitModel:
         waits = queue.features(decodes, ahead, mean, slot_steps, requests if slot_steps else 0)
         own = max(1.0, own_tokens * self._computed_share)
         begins = queue.features(decodes, own, own, 0.0, 0)
-        wait_ns = self.cost.total_ns(waits) + self._rest_of_step_ns(last, running.num)
+        # half a step that runs: the newcomer may come at any time of it
+        wait_ns = self.cost.total_ns(waits) + ((last.end_ns - last.begin_ns) / 2 if running.num else 0.0)
         return wait_ns * 1e-9, (wait_ns + self.cost.total_ns(begins)) * 1e-9
 
     def _look(self, last: StepRecord) -> Running:
@@ -365,10 +366,6 @@ class WaitModel:
             max(0.0, row.prompt_tokens - ends[row.request_id]) if row.request_id in ends else row.prompt_tokens * unseen
             for row in prompts
         )
-
-    def _rest_of_step_ns(self, last: StepRecord, num_running: int) -> float:
-        """Returns half a step: the newcomer may come at any time of it."""
-        return (last.end_ns - last.begin_ns) / 2 if num_running else 0.0
 
 
 class _Queue(NamedTuple):

@@ -223,7 +223,7 @@ class PrometheusExporter(Collector):
 
     def _alias_lines(self) -> Iterator[str]:
         facts = self._ledger.facts()
-        labels = (_escaped(facts.model if facts else ""), ENGINE)
+        labels = ((facts.model if facts else "").replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"), ENGINE)
         for spec, same_as, edges in ALIASES:
             if spec.kind == "histogram":
                 most = facts.max_model_len if facts and edges is TOKENS else None
@@ -375,11 +375,6 @@ def _gauges(stats: EngineStats) -> dict[str, float]:
         "splittime_paused": int(stats.is_paused),
         "splittime_asleep": stats.rest.level,
     }
-
-
-def _escaped(label: str) -> str:
-    """A label's value as the text form writes it."""
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def family(spec: MetricSpec, series: Mapping[tuple[str, ...], float]) -> Metric:

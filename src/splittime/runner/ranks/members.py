@@ -98,7 +98,12 @@ class Member:
         """Why it ended, with this exit status."""
         while self._hear() is not None:
             pass
-        return _death_error(self.name, self._last_words, status)
+        if self._last_words is None:
+            how = f"was killed by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
+            return EngineError(f"{self.name} {how}", hint="its last lines are on standard error")
+        if self._last_words.error is not None:
+            return error_from_info(self._last_words.error)
+        return EngineError(f"{self.name}: {self._last_words.message}\n{self._last_words.trace}".rstrip())
 
     def end(self) -> None:
         """End the process, a stopped one too; returns when it is gone."""
@@ -113,15 +118,6 @@ class Member:
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
             return False
-
-
-def _death_error(name: str, words: Failed | None, status: int) -> SplittimeError:
-    if words is None:
-        how = f"was killed by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
-        return EngineError(f"{name} {how}", hint="its last lines are on standard error")
-    if words.error is not None:
-        return error_from_info(words.error)
-    return EngineError(f"{name}: {words.message}\n{words.trace}".rstrip())
 
 
 def _signal(number: int) -> str:
