@@ -222,20 +222,15 @@ def _tell_evaluation(found: "Evaluation") -> None:
         table.add_row("tokens", *_cells(point))
     table.add_row("chosen", *_cells(found.chosen), style="bold")
     wide().print(table)
-    _tell_chosen(found)
-    wrong = found.misroutes
-    print(f"large for nothing: {_share(wrong.wasted)} of requests, {_figure(wrong.wasted_cost)} a request")
-    print(f"small, and worse: {_share(wrong.lost)} of requests, {_figure(wrong.lost_worth)} of worth a request")
-
-
-def _tell_chosen(found: "Evaluation") -> None:
-    """What the bound was chosen for, and what the limit on escalations makes of it."""
     if (expected := found.expected) is not None:
         low, mean = f"{expected.quality_low:.3f}", f"{expected.quality:.3f}"
         print(f"{expected.prompts} labels promise a worth of {low} at the least (95 %), {mean} on the mean")
     anew = 1 - found.chosen.share_small
     if anew > found.at_most:
         print(f"{anew:.0%} would be asked anew, and at_most lets {found.at_most:.0%}: the rest is kept")
+    wrong = found.misroutes
+    print(f"large for nothing: {_share(wrong.wasted)} of requests, {_figure(wrong.wasted_cost)} a request")
+    print(f"small, and worse: {_share(wrong.lost)} of requests, {_figure(wrong.lost_worth)} of worth a request")
 
 
 def _cells(point: "CurvePoint") -> tuple[str, ...]:

@@ -120,18 +120,6 @@ def _about(load: dict[str, Any], terms: "PlanTerms") -> str:
 def _sources(given: PlanOptions) -> "list[tuple[str, str | KeptCalibration]]":
     """Returns each source as it was named, with its file, or with its calibration if it is a URL. Raises ConfigError if
     there is nothing to plan with."""
-    _check_device(given)
-    from splittime.cli.kept import kept_calibration
-    from splittime.wire.target import is_url
-
-    if not given.source and not given.device:
-        kept = kept_calibration()
-        return [(str(kept.path), kept)]
-    return [(source, kept_calibration(source) if is_url(source) else source) for source in given.source or ()]
-
-
-def _check_device(given: PlanOptions) -> None:
-    """Raises ConfigError for a device without a model, and for flags that say nothing without a device."""
     if given.device and given.model_config is None:
         raise ConfigError("--device needs the model", param="model_config", hint="Give --model-config FOLDER.")
     for name in ("model_config", "precision"):
@@ -139,6 +127,13 @@ def _check_device(given: PlanOptions) -> None:
         if value is not None and not given.device:
             words = f"--{name.replace('_', '-')} is for --device"
             raise ConfigError(words, param=name, value=str(value), hint="Give --device H100, say.")
+    from splittime.cli.kept import kept_calibration
+    from splittime.wire.target import is_url
+
+    if not given.source and not given.device:
+        kept = kept_calibration()
+        return [(str(kept.path), kept)]
+    return [(source, kept_calibration(source) if is_url(source) else source) for source in given.source or ()]
 
 
 def _replicas(

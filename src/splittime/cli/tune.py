@@ -295,7 +295,12 @@ def tune(given: TuneOptions, settings: Settings, load: dict[str, Any]) -> None:
         if given.apply:
             servers.apply(found.changes)  # type: ignore[attr-defined]
     if given.compare_profiles:
-        _tell_profiles(given, beside)
+        from splittime.cli.options import wide
+
+        if given.json:
+            options.write_data(msgspec.json.encode(beside))
+        else:
+            wide().print(profiles_table(beside))
         return
     _tell(given, servers, found)
     raise typer.Exit(found.exit_code)
@@ -426,15 +431,6 @@ def _tell(given: TuneOptions, servers: "Servers", found: "Tuned") -> None:
     else:
         program = "splittime serve" if given.vllm is None else "vllm serve"
         show(found, program, flags, _goal_of(given), is_applied=given.apply)
-
-
-def _tell_profiles(given: TuneOptions, beside: "list[ProfileFigures]") -> None:
-    from splittime.cli.options import wide
-
-    if given.json:
-        options.write_data(msgspec.json.encode(beside))
-    else:
-        wide().print(profiles_table(beside))
 
 
 def _goal_of(given: TuneOptions) -> "Goal":

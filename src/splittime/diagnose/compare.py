@@ -138,18 +138,14 @@ def _apart(metric: Metric, a: Side, b: Side, limits: Mapping[str, float]) -> tup
 def sample(metric: Metric, side: Side, limits: Mapping[str, float]) -> intervals.Pooled:
     """One side's values, in time order."""
     if metric.name in RATES:
-        return _rate_sample(metric, side)
+        window = rate_window(side.run, side.arm)
+        mine = [outcome for outcome in side.run.outcomes if outcome.arm == side.arm]
+        events = token_arrivals(mine) if metric.name == "throughput" else request_ends(mine)
+        return intervals.one_each(rate_parts(*events, window))
     measured = side.measured
     if metric.is_share:
         return intervals.one_each(_marks(metric, _counted(measured), limits))
     return series(complete(measured), metric.series)
-
-
-def _rate_sample(metric: Metric, side: Side) -> intervals.Pooled:
-    window = rate_window(side.run, side.arm)
-    mine = [outcome for outcome in side.run.outcomes if outcome.arm == side.arm]
-    events = token_arrivals(mine) if metric.name == "throughput" else request_ends(mine)
-    return intervals.one_each(rate_parts(*events, window))
 
 
 def _counted(outcomes: Sequence[Outcome]) -> list[Outcome]:

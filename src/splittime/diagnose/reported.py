@@ -119,7 +119,8 @@ def reported(books: Books) -> Reported | None:
     outcomes = [outcome for outcome in books.run.outcomes if outcome.arm == books.arm]
     config = labels_of(after, words.config)
     look = str(books.run.settings.get("look", ""))
-    is_restarted = _is_restarted(words, before, after)
+    counters = (words.prompts, words.outputs, words.hits, words.lookups, words.requests, words.preemptions)
+    is_restarted = any((grown(names, before, after) or 0.0) < 0 for names in counters)
     return Reported(about.kind, words, _states(books, outcomes), outcomes, before, after, config, is_restarted, look)
 
 
@@ -135,11 +136,6 @@ def grown(names: Names, before: Mapping[str, float], after: Mapping[str, float])
 def of_name(metrics: Mapping[str, float], name: str) -> list[float]:
     """The samples of this name, whatever their labels."""
     return [value for key, value in metrics.items() if key.split("{", 1)[0] == name]
-
-
-def _is_restarted(words: MetricNames, before: Mapping[str, float], after: Mapping[str, float]) -> bool:
-    counters = (words.prompts, words.outputs, words.hits, words.lookups, words.requests, words.preemptions)
-    return any((grown(names, before, after) or 0.0) < 0 for names in counters)
 
 
 def _buckets(names: Names, before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:

@@ -95,14 +95,6 @@ def load_at(load: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """Returns the load at so many requests a second in the mean; a trace with its own times is replayed so much
     faster. It lasts long enough for `MIN_REQUESTS`. Raises ConfigError for a closed loop, for sessions of turns, and
     for a trace that cannot be replayed whole."""
-    _require_requests(load)
-    if not load.get("trace") or load.get("rate"):
-        return {**load, "rate": rate, "duration_s": max(load.get("duration_s") or DURATION_S, MIN_REQUESTS / rate)}
-    return {**load, "speed_up": rate / _whole_trace(load).mean_rate}
-
-
-def _require_requests(load: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a load that has no rate of requests."""
     if load.get("concurrency"):
         hint = "Give --rate or --trace; splittime simulate takes --concurrency."
         raise ConfigError("a load with --concurrency has no rate to look for", param="concurrency", hint=hint)
@@ -110,6 +102,9 @@ def _require_requests(load: Mapping[str, Any]) -> None:
     if turns != "1":
         hint = "Give the rate and the lengths of all turns, and --prefix-share; splittime simulate takes --turns."
         raise ConfigError("the rate of a load with --turns is one of sessions", param="turns", value=turns, hint=hint)
+    if not load.get("trace") or load.get("rate"):
+        return {**load, "rate": rate, "duration_s": max(load.get("duration_s") or DURATION_S, MIN_REQUESTS / rate)}
+    return {**load, "speed_up": rate / _whole_trace(load).mean_rate}
 
 
 def _whole_trace(load: Mapping[str, Any]) -> Trace:

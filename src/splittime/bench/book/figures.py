@@ -295,7 +295,7 @@ def summary(run: Run, arm: int = 0, *, limits: Mapping[str, float] | None = None
         buckets=_buckets(whole),
         drift={name: drift(series(whole, name).values) for name in DRIFT_SERIES},
         goodput=goodput(run, arm, limits=limits),
-        tpot_unknown=_tpot_unknown(whole),
+        tpot_unknown=sum(len(outcome.chunk_ns) > 1 and tpot_ns(outcome) is None for outcome in whole),
         cached_share=share_of(whole, "cached_tokens", "prompt_tokens"),
         expected_cached_share=share_of(whole, "expected_cached_tokens", "expected_prompt_tokens"),
     )
@@ -380,10 +380,6 @@ def _share_estimate(good: np.ndarray) -> Estimate:
     if found is None:
         return Estimate(value)
     return Estimate(value, Interval(max(0.0, found.low or 0.0), None if found.high is None else min(1.0, found.high)))
-
-
-def _tpot_unknown(whole: Sequence[Outcome]) -> int:
-    return sum(len(outcome.chunk_ns) > 1 and tpot_ns(outcome) is None for outcome in whole)
 
 
 def share_of(outcomes: Sequence[Outcome], part: str, of: str) -> float | None:

@@ -115,7 +115,7 @@ def client_bound(books: Books) -> Answer:
     share = of_outcomes(lags, sent(books))
     if not failed and not share.is_worth_it:
         return share.unsure()
-    told = " ".join(_as_sentence(check.sentence) for check in failed)
+    told = " ".join(f"{check.sentence[:1].upper()}{check.sentence[1:].rstrip('.')}." for check in failed)
     return Finding(
         claim=f"The client itself was late, by {share.value:.1%} of the time that was felt. {told}".strip(),
         evidence=(
@@ -171,10 +171,6 @@ def client_backlog(books: Books) -> Answer:
         counter_check=f"With twice {most} in flight and the same load the time from the intended start does not fall.",
         regime=f"more arrivals than {most} in flight can serve",
     )
-
-
-def _as_sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
 def _lag_ns(outcome: Outcome) -> int:

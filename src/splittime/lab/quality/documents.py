@@ -152,7 +152,8 @@ def distinct(documents: Sequence[DocumentTokens]) -> list[DocumentTokens]:
     kept: list[DocumentTokens] = []
     holders: dict[int, list[int]] = {}
     for document in documents:
-        sketch = _sketch(document.ids)
+        runs = {crc32(repr(document.ids[i : i + RUN]).encode()) for i in range(max(1, len(document.ids) - RUN + 1))}
+        sketch = nsmallest(SKETCH, runs)
         shared = Counter(holder for value in sketch for holder in holders.get(value, ()))
         if shared and max(shared.values()) >= ALIKE * len(sketch):
             continue
@@ -160,11 +161,6 @@ def distinct(documents: Sequence[DocumentTokens]) -> list[DocumentTokens]:
             holders.setdefault(value, []).append(len(kept))
         kept.append(document)
     return kept
-
-
-def _sketch(ids: Sequence[int]) -> list[int]:
-    runs = {crc32(repr(ids[i : i + RUN]).encode()) for i in range(max(1, len(ids) - RUN + 1))}
-    return nsmallest(SKETCH, runs)
 
 
 def prefix_of(encoder: Encoder) -> tuple[int, ...]:

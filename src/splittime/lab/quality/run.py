@@ -416,20 +416,16 @@ def _lengths(asked: str) -> tuple[int, ...]:
 def _runner_config(side: Competitor, shared: Mapping[str, object]) -> RunnerConfig | None:
     """Returns None for a server, of which nothing can be set from here."""
     if side.is_server:
-        _refuse_settings(side)
+        for name, value in side.settings.items():
+            if value not in (None, "auto"):
+                message = f"{name} cannot be set of the server {side.model}"
+                raise ConfigError(message, param=name, value=value, hint="start the server with it")
         return None
     path = str(model_source.locate(side.model))
     values: dict[str, Any] = {**shared, **side.settings}
     config = RunnerConfig(model_path=path, max_num_seqs=MAX_NUM_SEQS, **values)
     config.validate()
     return config
-
-
-def _refuse_settings(side: Competitor) -> None:
-    for name, value in side.settings.items():
-        if value not in (None, "auto"):
-            message = f"{name} cannot be set of the server {side.model}"
-            raise ConfigError(message, param=name, value=value, hint="start the server with it")
 
 
 def _load(

@@ -44,7 +44,10 @@ class QuantizeSettings(msgspec.Struct, frozen=True, kw_only=True):
         """With the defaults of the scheme filled in. Raises `ConfigError` naming what does not belong to it."""
         if (self.scheme is None) == (self.prune is None):
             raise _bad("scheme", self.scheme, f"give either --scheme {'|'.join(SCHEMES)}, or --prune 2:4|unstructured")
-        _check_counts(self)
+        for name, least in (("samples", 1), ("length", 2), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < 1 << 31:
+                raise _bad(name, value, f"give a whole number from {least} on", least)
         return _resolve_pruning(self) if self.scheme is None else _resolve_scheme(self, self.scheme)
 
     @property
@@ -62,13 +65,6 @@ def settings_from(fields: dict[str, Any], *, has_text: bool) -> QuantizeSettings
         if value is not None and not has_text:
             raise ConfigError(f"--{name} {value}: it belongs to --calibrate FILE, and there is none", param="calibrate")
     return settings
-
-
-def _check_counts(settings: QuantizeSettings) -> None:
-    for name, least in (("samples", 1), ("length", 2), ("seed", 0)):
-        value = getattr(settings, name)
-        if value is not None and not least <= value < 1 << 31:
-            raise _bad(name, value, f"give a whole number from {least} on", least)
 
 
 def _resolve_scheme(settings: QuantizeSettings, scheme: str) -> QuantizeSettings:
