@@ -399,9 +399,9 @@ MODELS = {
     "Gemma2ForCausalLM": ("Gemma 2", "the same; norms before and after the parts, capped scores and logits"),
     "Gemma3ForCausalLM": ("Gemma 3", "windows and rotary embeddings by layer, a norm of each head"),
     "Gemma4ForCausalLM": (
-        "Gemma 4: 31B and the like, 26B-A4B",
-        "heads of two widths, values normed, keys as values, experts beside the MLP; not yet E2B and E4B, whose layers "
-        "have inputs of their own and share keys and values",
+        "Gemma 4",
+        "heads of two widths, values normed, keys as values, experts beside the MLP (26B-A4B), layers with inputs of "
+        "their own and with the keys and values of earlier ones (E2B, E4B)",
     ),
     "Gemma3TextModel": ("embedders on Gemma 3", "no head; with `use_bidirectional_attention` an encoder"),
     "CohereForCausalLM": (

@@ -137,6 +137,7 @@ KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attenti
 GEMMA = {"head_dim": 20, "hidden_size": 54, "query_pre_attn_scalar": 14}  # 54: its root is none that is exact
 GEMMA_4 = {"head_dim": 20, "global_head_dim": 32, "sliding_window": 11, "hidden_size_per_layer_input": 0}
 LAST_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+SHARING = [*LAST_FULL["layer_types"], "sliding_attention", *LAST_FULL["layer_types"]]
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 PLAIN_HYBRID = {
     "mamba_n_heads": 4,
@@ -227,6 +228,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**GEMMA_4, **LAST_FULL, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24},
             **{"enable_moe_block": True, "final_logit_softcapping": 2.0, "use_bidirectional_attention": "vision"},
+        },
+    ),
+    "gemma4-layer-inputs": (
+        "Gemma4",
+        {
+            **{**GEMMA_4, "num_hidden_layers": 7, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "layer_types": SHARING},
         },
     ),
     "gemma3-linear": ("Gemma3", {**GEMMA, **KINDS, "rope_parameters": TWO_ROPES, "attention_bias": True}),

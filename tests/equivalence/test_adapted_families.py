@@ -27,7 +27,20 @@ def adapted(folder):
 
 @pytest.mark.parametrize(
     "variant",
-    ["cohere", "starcoder2", "gemma3", "gemma4", "ernie", "olmo3", "glm4", "phi3", "hunyuan", "granite", *EXPERTS],
+    [
+        "cohere",
+        "starcoder2",
+        "gemma3",
+        "gemma4",
+        "gemma4-layer-inputs",
+        "ernie",
+        "olmo3",
+        "glm4",
+        "phi3",
+        "hunyuan",
+        "granite",
+        *EXPERTS,
+    ],
 )
 def test_an_adapter_is_what_merging_it_is(variant, tmp_path):
     for name in ("base", "merged"):

@@ -23,6 +23,7 @@ VARIED = (
     "gemma2",
     "gemma3",
     "gemma4-experts",
+    "gemma4-layer-inputs",
     "hunyuan",
     "hunyuan-moe",
     "olmo3",

@@ -72,7 +72,12 @@ def compare(folder, count, atol=5e-5, **settings):
     assert torch.equal(ranks[0].argmax(-1)[is_clear], best.indices[is_clear, 0])
 
 
-UNSHARED = [*(name for name in VARIANTS if name.startswith("olmo")), "cohere-head-norms", "gemma4-experts"]
+UNSHARED = [
+    *(name for name in VARIANTS if name.startswith("olmo")),
+    "cohere-head-norms",
+    "gemma4-experts",
+    "gemma4-layer-inputs",
+]
 
 
 @pytest.fixture(scope="module", params=[name for name in VARIANTS if name not in UNSHARED])
@@ -93,6 +98,7 @@ def test_two_ranks_compute_what_one_does(folder, kernels):
         ("olmo2", "Olmo2ForCausalLM norms the queries of all heads together"),
         ("cohere-head-norms", "CohereForCausalLM norms the queries of all heads by scales of their own"),
         ("gemma4-experts", "Gemma4ForCausalLM norms what all experts add together"),
+        ("gemma4-layer-inputs", "Gemma4ForCausalLM norms inputs that each layer has of its own"),
     ],
 )
 def test_a_norm_of_all_heads_is_not_shared(variant, said, tmp_path):

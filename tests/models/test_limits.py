@@ -27,7 +27,7 @@ GEMMA_2 = {"architectures": ["Gemma2ForCausalLM"]}
 GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"]}
 GEMMA_4 = {
     **{"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
-    **{"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 16},
+    **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
 HUNYUAN = {"architectures": ["HunYuanMoEV1ForCausalLM"]}
 COHERE = {"architectures": ["CohereForCausalLM"]}
@@ -54,6 +54,7 @@ PLACES = {
     **dict.fromkeys(["layer_norm_eps", "logit_scale"], COHERE),
     "norm_epsilon": {"architectures": ["Starcoder2ForCausalLM"]},
     **dict.fromkeys(["hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts"], GEMMA_4),
+    "vocab_size_per_layer_input": {**GEMMA_4, "hidden_size_per_layer_input": 8},
     **dict.fromkeys(["global_head_dim", "num_global_key_value_heads"], GEMMA_4),
     "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }

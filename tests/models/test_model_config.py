@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from splittime.core.errors import ConfigError
-from splittime.kernels.layer import AttentionSpec, LayerSpec, MixtureSpec, MlpSpec, NormSpec, RopeSpec, RouterSpec
+from splittime.kernels.layer import (
+    AttentionSpec,
+    LayerSpec,
+    MixtureSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+    kv_groups,
+)
 from splittime.models.adapters import projections
 from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import load_config, parse_config
@@ -328,8 +337,8 @@ def test_layers_of_gemma_4_have_heads_of_their_own():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("hidden_size_per_layer_input", 256),
-        ("num_kv_shared_layers", 3),
+        ("num_kv_shared_layers", 7),
+        ("num_kv_shared_layers", 2),
         ("layer_types", ["sliding_attention"] * 7),
         ("per_layer_config", [{}]),
         ("per_layer_config.5.head_dim", []),
@@ -347,6 +356,23 @@ def test_what_of_gemma_4_is_not_served_is_refused_by_name(key, value):
     with pytest.raises(ConfigError) as refused:
         parse_config({**GEMMA_4, **experts, **given})
     assert refused.value.info.param == key
+
+
+def test_the_last_layers_of_gemma_4_may_attend_to_the_keys_of_earlier_ones():
+    said = {
+        "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention"] * 4,
+        "num_hidden_layers": 8,
+    }
+    sizes = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": GEMMA_4["vocab_size"]}
+    config = parse_config({**GEMMA_4, **said, **sizes, "use_double_wide_mlp": True})
+    assert [layer.mixer.keys_of for layer in config.layers] == [None] * 5 + [3, 4, 3]
+    assert len({layer.feed_forward.inner for layer in config.layers[:5]}) == 1
+    assert {layer.feed_forward.inner for layer in config.layers[5:]} == {2 * config.layers[0].feed_forward.inner}
+    assert [group.layers for group in kv_groups(config.layers)] == [(0, 2, 4), (1, 3)]
+    assert config.layer_input_size == 16
+    with pytest.raises(ConfigError, match="vocab_size_per_layer_input is 7"):
+        parse_config({**GEMMA_4, **sizes, "vocab_size_per_layer_input": 7})
 
 
 def test_only_gemma_4_may_say_that_tokens_of_images_see_each_other():

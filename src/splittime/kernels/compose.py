@@ -21,7 +21,7 @@ from splittime.kernels.layer import (
     RouterSpec,
 )
 from splittime.kernels.low_rank import LayerUses, ProductUses
-from splittime.kernels.plain import LayerNorm, each_alike, gelu
+from splittime.kernels.plain import LayerNorm, each_alike, gelu, turned
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,9 @@ def attend(
     if part.query_factors is not None:
         factors.append(part.query_factors)
     qkv = product.view(x.shape[0], -1, spec.head_dim)  # [T, Hq + 2 Hkv, D]
+    if spec.keys_of is not None:
+        queries = qkv if part.head_norm is None else ops.rms_norm(qkv.view(-1, spec.head_dim), part.head_norm)
+        return ops.attention(turned(queries.view_as(qkv), turns).to(x.dtype), kv, plan, part.weighing)
     if part.value_norm is not None:
         values = qkv[:, -spec.num_kv_heads :]
         values.copy_(ops.rms_norm(values.reshape(-1, spec.head_dim), part.value_norm).view_as(values))

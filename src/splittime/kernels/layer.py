@@ -85,7 +85,8 @@ class AttentionSpec:
         score_cap * tanh(s / score_cap).
     has_sinks: each head has a score of its own for seeing nothing, which takes its share of the softmax.
     value_norm: values pass this norm, head by head, with a scale of 1. keys_are_values: the product that makes keys
-        makes values too, which are what it is before norms and position.
+        makes values too, which are what it is before norms and position. keys_of: the layer, an earlier one of the same
+        shape, whose keys and values this one attends to; it has none of its own.
     """
 
     num_heads: int
@@ -102,6 +103,7 @@ class AttentionSpec:
     has_sinks: bool = False
     value_norm: NormSpec | None = None
     keys_are_values: bool = False
+    keys_of: int | None = None
 
     @property
     def scale(self) -> float:
@@ -117,8 +119,13 @@ class AttentionSpec:
         """Returns the width of the keys, which is that of the values."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def own_kv_width(self) -> int:
+        """Returns the width of the keys that it makes."""
+        return self.kv_width if self.keys_of is None else 0
+
     def num_weights(self, hidden_size: int) -> int:
-        return hidden_size * (2 * self.query_width + 2 * self.kv_width)
+        return hidden_size * (2 * self.query_width + 2 * self.own_kv_width)
 
 
 class Clamped(NamedTuple):
@@ -240,7 +247,8 @@ def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KvGroup, ...]:
     found: dict[tuple[int, int, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
         mixer = layer.mixer
-        found.setdefault((mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens), []).append(index)
+        if mixer.keys_of is None:
+            found.setdefault((mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens), []).append(index)
     return tuple(KvGroup(tuple(mine), *kind) for kind, mine in found.items())
 
 
@@ -266,8 +274,9 @@ class PackedNorm:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """qkv: [query_width + 2 kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
-    head_dim]; value_norm: its scale is 1; sinks: float32 [num_heads]; None where the spec has none, or norms of all.
+    """qkv: [query_width + 2 own_kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
+    head_dim], or [head_dim] where the keys are another layer's; value_norm: its scale is 1; sinks: float32 [num_heads];
+    None where the spec has none, or norms of all.
 
     all_norms: of all queries, and of all keys, of a token, together or apart. query_factors: [head_dim], what turned
         queries are multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.

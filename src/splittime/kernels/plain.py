@@ -83,6 +83,14 @@ def each_alike(function: Callable[..., Tensor], x: Tensor) -> Tensor:
     return y
 
 
+def turned(heads: Tensor, turns: Tensor) -> Tensor:
+    """heads [T, H, D], turns complex [T, D / 2] -> the same in float32, each pair of neighbours turned. (A product of
+    complex numbers would be rounded as what is beside it has it.)"""
+    first, second = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = turns.real[:, None], turns.imag[:, None]
+    return torch.stack((first * cosine - second * sine, first * sine + second * cosine), -1).flatten(-2)
+
+
 def gelu(x: Tensor, approximate: str) -> Tensor:
     """approximate: as torch has it, "none" or "tanh"."""
     return each_alike(partial(torch.ops.aten.gelu.out, approximate=approximate), x)

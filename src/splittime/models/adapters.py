@@ -111,7 +111,7 @@ def projections(config: ModelConfig, index: int) -> dict[str, Projection]:
     found = {names.output: Projection("output", 0, hidden, query)}
     if not names.qkv:
         found[names.query] = Projection("qkv", 0, query, hidden, *heads)
-    if not names.qkv and not mixer.keys_are_values:
+    if not names.qkv and not mixer.keys_are_values and mixer.keys_of is None:
         found |= {
             names.key: Projection("qkv", query, kv, hidden, *heads),
             names.value: Projection("qkv", query + kv, kv, hidden),

@@ -32,11 +32,12 @@ FeedForwards = Sequence[MlpSpec | MixtureSpec]  # of each layer
 
 class Ends(NamedTuple):
     """What is done before the layers and behind the head: embeddings and logits are multiplied, then a logit z becomes
-    logits_cap * tanh(z / logits_cap), unless that is 0."""
+    logits_cap * tanh(z / logits_cap), unless that is 0. layer_input_size: of `layer_inputs`; 0: there are none."""
 
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
     logits_cap: float = 0.0
+    layer_input_size: int = 0
 
 
 PLAIN = LayerNames()
@@ -338,9 +339,6 @@ def _gemma3(fields: Fields) -> tuple[LayerSpec, ...]:
 
 
 def _gemma4(fields: Fields) -> tuple[LayerSpec, ...]:
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if (given := fields.count(key, 0)) != 0:
-            raise fields.bad(key, given, "0 (what layers are given of their own, or share, is not implemented)")
     norm, windows = parts.norm(fields), parts.same_windows(fields, 512)
     windows = parts.windows_of_kinds(fields, windows, [*parts.all_but_every(6, windows)[:-1], False])
     if windows[-1] is not None:
@@ -354,6 +352,14 @@ def _gemma4(fields: Fields) -> tuple[LayerSpec, ...]:
     mixers = parts.attention_by_layer(fields, windows, own, **alike)
     mixers = [replace(one, keys_are_values=shares and one.window_tokens is None) for one in mixers]
     mlps = parts.mlps(fields, activation="gelu_tanh")
+    if num_shared := fields.count("num_kv_shared_layers", 0):
+        first = len(windows) - num_shared
+        if first < 1 or set(windows[:first]) != set(windows):
+            raise fields.bad("num_kv_shared_layers", num_shared, "less, so that layers of each kind have their own")
+        sources = {window: layer for layer, window in enumerate(windows[:first])}  # the last of each kind
+        mixers[first:] = [replace(one, keys_of=sources[one.window_tokens]) for one in mixers[first:]]
+        if fields.flag("use_double_wide_mlp", False):
+            mlps[first:] = [replace(one, inner=2 * one.inner) for one in mlps[first:]]
     if not fields.flag("enable_moe_block", False):
         return parts.layers(norm, mixers, mlps, "both")
     num_experts, chosen = fields.count("num_experts"), fields.count("top_k_experts")
@@ -363,6 +369,13 @@ def _gemma4(fields: Fields) -> tuple[LayerSpec, ...]:
     expert = replace(mlps[0], inner=fields.count("moe_intermediate_size"))
     mixtures = [MixtureSpec(router, expert, mlp, is_apart=True) for mlp in mlps]
     return parts.layers(norm, mixers, mixtures, "both")
+
+
+def _gemma4_ends(fields: Fields) -> Ends:
+    size, vocab_size = fields.count("hidden_size_per_layer_input"), fields.count("vocab_size")
+    if size and (given := fields.count("vocab_size_per_layer_input", vocab_size)) != vocab_size:
+        raise fields.bad("vocab_size_per_layer_input", given, f"vocab_size, {vocab_size}")
+    return _gemma_ends(fields)._replace(layer_input_size=size)
 
 
 def _gemma_ends(fields: Fields) -> Ends:
@@ -514,7 +527,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
-    "Gemma4ForCausalLM": Architecture(_gemma4, GEMMA_4, _gemma_ends, GEMMA_4_DEFAULTS),
+    "Gemma4ForCausalLM": Architecture(_gemma4, GEMMA_4, _gemma4_ends, GEMMA_4_DEFAULTS),
     "Gemma3TextModel": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS, has_head=False),
     "LlamaModel": Architecture(_llama, has_head=False),
     "MistralModel": Architecture(_mistral, defaults={"sliding_window": SLIDING_WINDOW}, has_head=False),

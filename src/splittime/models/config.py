@@ -91,6 +91,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
     logits_cap: float = 0.0
+    layer_input_size: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -16,6 +16,7 @@ from splittime.kernels.compose import normed_by
 from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
 from splittime.kernels.low_rank import AdapterUse
 from splittime.models.config import ModelConfig
+from splittime.models.layer_inputs import LayerInputs
 from splittime.models.ranks import Ranks
 from splittime.models.weights.source import Table
 
@@ -38,6 +39,7 @@ class Decoder:
     final_norm: PackedNorm
     head: PackedWeight
     ranks: Ranks | None = None
+    inputs: LayerInputs | None = None
 
     @cached_property
     def kv_groups(self) -> tuple[KvGroup, ...]:
@@ -45,17 +47,23 @@ class Decoder:
         return kv_groups(self.config.layers)
 
     @cached_property
-    def _walk(self) -> tuple[tuple[RunnableLayer, int, int], ...]:
-        """The layers, each with the number of its turns and of its KV group."""
+    def _walk(self) -> tuple[tuple[RunnableLayer, int, int, int], ...]:
+        """The layers, each with the number of its turns, of its KV group and of its store."""
         group_of = {layer: number for number, group in enumerate(self.kv_groups) for layer in group.layers}
-        positions = list(self.turns)
+        positions, places = list(self.turns), {layer: place for place, layer in enumerate(sorted(group_of))}
         tables = [positions.index(position_of(layer)) for layer in self.config.layers]
-        return tuple((layer, tables[index], group_of[index]) for index, layer in enumerate(self.layers))
+        of = [one.mixer.keys_of for one in self.config.layers]
+        keys = [index if one is None else one for index, one in enumerate(of)]
+        return tuple(
+            (layer, table, group_of[kept], places[kept])
+            for layer, table, kept in zip(self.layers, tables, keys, strict=True)
+        )
 
     def without_weights(self) -> "Decoder":
         """Returns a decoder of the configuration and the operations alone, which cannot be run."""
         nothing = torch.empty(0)
-        return replace(self, embedding=nothing, turns={}, layers=(), final_norm=PackedNorm(), head=PackedWeight())
+        plain = replace(self, embedding=nothing, turns={}, layers=(), final_norm=PackedNorm(), head=PackedWeight())
+        return replace(plain, inputs=None)
 
     def forward(
         self,
@@ -67,7 +75,8 @@ class Decoder:
     ) -> Tensor:
         """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapter_uses: which
         tokens use which adapters; the others use none."""
-        return self.through(self.embedded(token_ids), positions, kv.layers, self.planned(kv, batch), adapter_uses)
+        hidden, plans = self.embedded(token_ids), self.planned(kv, batch)
+        return self.through(hidden, positions, kv.layers, plans, adapter_uses, self.given(token_ids, hidden))
 
     def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
         """Returns the attention of a batch: one plan for each of `kv_groups`."""
@@ -75,6 +84,12 @@ class Decoder:
             self.ops.plan_attention(batch, shape, group.window_tokens)
             for group, shape in zip(self.kv_groups, kv.shapes, strict=True)
         ]
+
+    def given(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """Returns what each layer is given of its own, [T, layers, size], if they are."""
+        if self.inputs is None:
+            return None
+        return self.inputs.given(embed(self.inputs.table, token_ids, self.ops.activation_dtype), embedded)
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> the first layer's input, [T, hidden]."""
@@ -88,12 +103,16 @@ class Decoder:
         stores: Sequence[LayerKv],
         plans: Sequence[AttentionPlan],
         adapter_uses: Sequence[AdapterUse] = (),
+        given: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the layers make of their input, [T, hidden]. plans: one for each of `kv_groups`."""
+        """Returns what the layers make of their input, [T, hidden]. plans: one for each of `kv_groups`. given: what
+        each layer has of its own."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
-        for index, ((layer, table, group), store) in enumerate(zip(self._walk, stores, strict=True)):
+        for index, (layer, table, group, store) in enumerate(self._walk):
             own = [(one.layers[index], one.tokens) for one in adapter_uses]
-            hidden = layer(hidden, turns[table], store, plans[group], own)
+            hidden = layer(hidden, turns[table], stores[store], plans[group], own)
+            if self.inputs is not None and given is not None:
+                hidden = self.inputs.added(index, hidden, given[:, index])
         return hidden
 
     def normed(self, hidden: Tensor) -> Tensor:

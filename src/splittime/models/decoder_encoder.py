@@ -15,6 +15,7 @@ from torch import Tensor
 from splittime.kernels.api import AttentionPlan, LayerKv, Ops, WeightScheme, own
 from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
+from splittime.kernels.plain import turned
 from splittime.models import rope
 from splittime.models.decoder import Decoder, position_of
 from splittime.models.encoder_config import EncoderConfig
@@ -64,12 +65,11 @@ class WholeTexts:
     ) -> None:
         """Turns queries and keys in place; keys and values stay where they are until the layer's attention."""
         texts = own(plan, Texts)
-        turned = qkv[:, : -texts.num_kv_heads].float()
+        heads = qkv[:, : -texts.num_kv_heads].float()
         if head_norm is not None:
             norm = own(head_norm, HeadNorm)
-            turned = turned * torch.rsqrt(turned.square().mean(-1, keepdim=True) + norm.eps) * norm.scale
-        pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * turns[:, None]
-        qkv[:, : -texts.num_kv_heads] = torch.view_as_real(pairs).flatten(-2)
+            heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + norm.eps) * norm.scale
+        qkv[:, : -texts.num_kv_heads] = turned(heads, turns)
         texts.keys_and_values = qkv[:, -2 * texts.num_kv_heads :]
 
     def attention(self, q: Tensor, kv: LayerKv, plan: AttentionPlan, weighing: Weighing) -> Tensor:

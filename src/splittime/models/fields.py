@@ -48,7 +48,7 @@ LIMITS: dict[str, Bounds] = {
     **dict.fromkeys(("num_hidden_layers", "decoder_sparse_step", "moe_layer_interval"), LAYERS),
     **dict.fromkeys(("no_rope_layer_interval", "sliding_window_pattern"), LAYERS),
     **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), SOME_LAYERS),
-    **{"moe_layer_end_index": Bounds(-1, 4096), "vocab_size": VOCABULARY},
+    **{"moe_layer_end_index": Bounds(-1, 4096), "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY},
     **dict.fromkeys(("head_dim", "global_head_dim"), HEAD_DIM),
     **{"hidden_size_per_layer_input": Bounds(0, WIDTH.most), "num_kv_shared_layers": SOME_LAYERS},
     "max_window_layers": Bounds(0, 1 << 20),  # compared only: Qwen2 has more of them than layers

@@ -38,12 +38,13 @@ def cost(
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
     mixers = [layer.mixer for layer in model.layers]
     products = [part for layer in model.layers for part in (layer.mixer, layer.feed_forward)]
+    of_inputs = 3 * model.num_layers * model.layer_input_size * model.hidden_size
     routers = [layer.feed_forward.router for layer in model.layers if isinstance(layer.feed_forward, MixtureSpec)]
     idle_expert_bytes = sum(_idle_expert_bytes(layer, model.hidden_size, plan, sizes) for layer in model.layers)
     return TokenCost(
         weight_bytes=weights_bytes - idle_expert_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
-        operations_per_token=2 * sum(part.num_weights(model.hidden_size) for part in products),
+        operations_per_token=2 * (sum(part.num_weights(model.hidden_size) for part in products) + of_inputs),
         operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
         head_bytes=_bytes(sizes, model.vocab_size, model.hidden_size, plan.head),
         operations_per_sample=2 * model.vocab_size * model.hidden_size,
@@ -103,14 +104,17 @@ def sizes_of_config(
     _require(name, PRECISIONS, "precision")
     _require(kv_precision or plain, tuple(KV_DTYPES), "kv_precision")
     plan = choose(None if name in PLAIN else name, plain, has_finer=not is_card)
-    table_bytes = model.vocab_size * model.hidden_size * getattr(torch, plain).itemsize
-    packed_bytes = kept_bytes(model.vocab_size, model.hidden_size, plan.head)
-    packed_bytes += sum(_layer_bytes(layer, model.hidden_size, plan) for layer in model.layers)
+    each_bytes, hidden = model.vocab_size * getattr(torch, plain).itemsize, model.hidden_size
+    size, num_layers = model.layer_input_size, model.num_layers
+    table_bytes, inputs_bytes = each_bytes * hidden, each_bytes * num_layers * size
+    packed_bytes = kept_bytes(model.vocab_size, hidden, plan.head) + kept_bytes(size * num_layers, hidden, plan.layers)
+    packed_bytes += num_layers * (kept_bytes(size, hidden, plan.layers) + kept_bytes(hidden, size, plan.layers))
+    packed_bytes += sum(_layer_bytes(layer, hidden, plan) for layer in model.layers)
     kv_bytes = bytes_per_block(kv_groups(model.layers), 1, KV_DTYPES[kv_precision or plain])
     shares_table = model.tie_word_embeddings and plan.head.name == plain
     return ModelSizes(
         cost(model, plan, Unpadded(), packed_bytes, kv_bytes),
-        packed_bytes + (0 if shares_table else table_bytes),
+        packed_bytes + inputs_bytes + (0 if shares_table else table_bytes),
         model.max_position_embeddings,
         name,
     )
@@ -131,8 +135,8 @@ def _require(name: str, known: tuple[str, ...], param: str) -> None:
 
 def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:
     mixer, part = layer.mixer, layer.feed_forward
-    attention = kept_bytes(mixer.query_width + mixer.kv_width, hidden, plan.layers)
-    attention += kept_bytes(mixer.kv_width, hidden, plan.finer)
+    attention = kept_bytes(mixer.query_width + mixer.own_kv_width, hidden, plan.layers)
+    attention += kept_bytes(mixer.own_kv_width, hidden, plan.finer)
     attention += kept_bytes(hidden, mixer.query_width, plan.layers)
     each, *shared = (
         kept_bytes(mlp.outputs, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.finer)

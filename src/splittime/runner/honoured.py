@@ -100,6 +100,7 @@ def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
     norms = {
         "the queries of all heads together": first.mixer.normed == "all",
         "the queries of all heads by scales of their own": first.mixer.normed == "apart",
+        "inputs that each layer has of its own": model.layer_input_size > 0,
         "what all experts add together": isinstance(first.feed_forward, MixtureSpec) and first.feed_forward.is_apart,
     }
     what = next((words for words, is_so in norms.items() if is_so), None)

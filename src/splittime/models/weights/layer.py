@@ -69,6 +69,7 @@ class LayerBuilder:
 
     def build(self) -> layer.LayerWeights:
         spec, names, norm = self.spec.feed_forward, self.names, self.spec.norm
+        has_factor = names.factor and not self.config.layer_input_size  # else it is behind the layer's own input
         modules = names.input_norm, names.mlp_norm, names.norm_after_mixer, names.norm_after_mlp
         norms = {
             key: take_norm(self.packer, self.config, norm, self.prefix + module)
@@ -79,7 +80,7 @@ class LayerBuilder:
             spec=self.spec,
             feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, layer.MlpSpec) else self._mixture(spec),
             mixer=self._attention(),
-            factor=self._take_small(names.factor, 1).item() if names.factor else 1.0,
+            factor=self._take_small(names.factor, 1).item() if has_factor else 1.0,
             **{**dict.fromkeys(BEFORE), **norms},
         )
 
@@ -122,14 +123,15 @@ class LayerBuilder:
     def _attention(self) -> layer.AttentionWeights:
         spec, names, hidden = self.spec.mixer, self.names, self.hidden_size
         norms = HeadNorms() if spec.head_norm is None else self._head_norms(spec.head_norm)
+        value = names.key if spec.keys_are_values else names.value
+        keys = (names.key, spec.kv_width, hidden), (value, spec.kv_width, hidden)
         return layer.AttentionWeights(
             spec=spec,
             qkv=self._pack(
                 (names.query, spec.query_width, hidden),
-                (names.key, spec.kv_width, hidden),
-                (names.key if spec.keys_are_values else names.value, spec.kv_width, hidden),
+                *(() if spec.keys_of is not None else keys),
                 has_bias=spec.qkv_bias,
-                head_dims=(spec.head_dim, spec.head_dim, 0),
+                head_dims=(spec.head_dim, spec.head_dim, 0)[: 1 if spec.keys_of is not None else 3],
                 finer=2,
             ),
             output=self._pack((names.output, hidden, spec.query_width), has_bias=spec.output_bias),
@@ -152,6 +154,9 @@ class LayerBuilder:
         [num_heads + num_kv_heads, head_dim]. Behind the position, the scales of keys are put on the queries: what is
         kept is the same for both, and so are the scores."""
         spec, names = self.spec.mixer, self.names
+        if spec.keys_of is not None:
+            query = norm_scale(self.packer, names, self.prefix + names.query_norm, spec.head_dim)
+            return HeadNorms(self.ops.pack_norm(self._paired(query), norm.eps))
         apart = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
         found = {"all": ((spec.query_width,), (spec.kv_width,)), "apart": apart}
         shapes = found.get(spec.normed, ((spec.head_dim,),) * 2)

@@ -20,18 +20,19 @@ from torch import Tensor
 
 from splittime.kernels.api import NotFused, Ops, RunnableLayer
 from splittime.kernels.compose import ComposedLayer
-from splittime.kernels.layer import LayerWeights
+from splittime.kernels.layer import LayerWeights, PackedWeight
 from splittime.models import rope
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig, load_config
 from splittime.models.decoder import Decoder, position_of
 from splittime.models.gguf.checkpoint import GgufCheckpoint
 from splittime.models.gguf.config import load_gguf_config
+from splittime.models.layer_inputs import LayerInput, LayerInputs
 from splittime.models.quant.plan import INTEGERS, WeightPlan
 from splittime.models.ranks import Ranks, SharedLayer
 from splittime.models.weights.cache import PackedCache, open_cache
 from splittime.models.weights.checkpoint import Checkpoint
-from splittime.models.weights.layer import LayerBuilder, take_norm
+from splittime.models.weights.layer import LayerBuilder, norm_scale, pack_norm, take_norm
 from splittime.models.weights.packed_file import PackedFileBroken
 from splittime.models.weights.packing import Packer, WeightRows
 from splittime.models.weights.shards import CutSource, own_config
@@ -220,7 +221,36 @@ class _Model:
         kinds = dict.fromkeys(map(position_of, config.layers))
         turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in kinds}
         final_norm = take_norm(self.packer, config, config.norm, "model.norm")
-        return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks)
+        inputs = self._inputs() if config.layer_input_size else None
+        return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks, inputs)
+
+    def _inputs(self) -> LayerInputs:
+        config, packer, size, norm = self.config, self.packer, self.config.layer_input_size, self.config.norm
+        width, hidden, names = size * config.num_layers, config.hidden_size, layer_names(config.architecture)
+
+        def product(name: str, *shape: int) -> PackedWeight:
+            rows = WeightRows(packer.source.take_linear(name, *shape))
+            return packer.linear(name, [rows], [], self.plan.layers, "layers")
+
+        def one(prefix: str) -> LayerInput:
+            return LayerInput(
+                product(f"{prefix}per_layer_input_gate", size, hidden),
+                product(f"{prefix}per_layer_projection", hidden, size),
+                take_norm(packer, config, norm, f"{prefix}post_per_layer_input_norm"),
+                packer.source.take(prefix + names.factor, 1).item(),
+            )
+
+        table = packer.source.take_table("model.embed_tokens_per_layer", config.vocab_size, width)
+        scale = norm_scale(packer, names, "model.per_layer_projection_norm", size)
+        return LayerInputs(
+            ops=packer.ops,
+            size=size,
+            table=_on_device(table, config, packer.ops),
+            table_factor=torch.tensor(size**0.5).to(getattr(torch, config.checkpoint_dtype)).item(),
+            projection=product("model.per_layer_model_projection", width, hidden),
+            norm=pack_norm(packer.ops, norm, scale),
+            layers=tuple(one(f"model.layers.{layer}.") for layer in range(config.num_layers)),
+        )
 
     def _layer(self, index: int) -> RunnableLayer:
         ops, weights = self.packer.ops, LayerBuilder(self.packer, self.config, self.plan, index).build()

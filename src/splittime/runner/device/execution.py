@@ -159,7 +159,8 @@ class DecodeGraphs:
             known = self._latest.index_select(0, buffers.by_name["places"])
             ids = torch.where(ids < 0, known, ids)
             hidden = self._decoder.embedded(ids)
-            hidden = self._decoder.through(hidden, buffers.by_name["positions"], self._store.layers, plans)
+            given, positions = self._decoder.given(ids, hidden), buffers.by_name["positions"]
+            hidden = self._decoder.through(hidden, positions, self._store.layers, plans, given=given)
             return hidden, self._decoder.logits(hidden)
 
         before = Counter(plain.total())
