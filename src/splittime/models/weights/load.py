@@ -127,7 +127,7 @@ def load_decoder(
         decoder=decoder,
         num_parameters=source.num_parameters,
         weights_bytes=found.num_bytes,
-        embedding_bytes=decoder.embedding.nbytes,
+        embedding_bytes=decoder.embedding.nbytes + (decoder.inputs.table.nbytes if decoder.inputs else 0),
         cache_story=story,
         layers=_told_layers(decoder.layers),
         weights=told,
