@@ -17,6 +17,7 @@ from splittime.api.ledger_answers import (
     keep_hops,
     limit_of,
     number_of,
+    written,
 )
 from splittime.core.errors import Refused
 from splittime.ledger.account import ClosedAccount
@@ -85,7 +86,7 @@ async def _beside(books: KeepsBooks, work: Callable[..., bytes], *args: Any) -> 
 
 
 def _steps(books: KeepsBooks, limit: int) -> bytes:
-    return orjson.dumps({"steps": [msgspec.to_builtins(record) for record in books.ledger.steps(limit)]})
+    return orjson.dumps({"steps": written(msgspec.to_builtins(record) for record in books.ledger.steps(limit))})
 
 
 def _trace(books: KeepsBooks, limit: int) -> bytes:
