@@ -107,9 +107,11 @@ def sizes_of_config(
     each_bytes, hidden = model.vocab_size * getattr(torch, plain).itemsize, model.hidden_size
     size, num_layers = model.layer_input_size, model.num_layers
     table_bytes, inputs_bytes = each_bytes * hidden, each_bytes * num_layers * size
-    packed_bytes = kept_bytes(model.vocab_size, hidden, plan.head) + kept_bytes(size * num_layers, hidden, plan.layers)
-    packed_bytes += num_layers * (kept_bytes(size, hidden, plan.layers) + kept_bytes(hidden, size, plan.layers))
+    packed_bytes = kept_bytes(model.vocab_size, hidden, plan.head)
     packed_bytes += sum(_layer_bytes(layer, hidden, plan) for layer in model.layers)
+    if size:
+        packed_bytes += kept_bytes(size * num_layers, hidden, plan.layers)
+        packed_bytes += num_layers * (kept_bytes(size, hidden, plan.layers) + kept_bytes(hidden, size, plan.layers))
     kv_bytes = bytes_per_block(kv_groups(model.layers), 1, KV_DTYPES[kv_precision or plain])
     shares_table = model.tie_word_embeddings and plan.head.name == plain
     return ModelSizes(
