@@ -299,6 +299,12 @@ PUBLISHED = {
     **dict.fromkeys(("granite", "granitemoe"), ("refact", "dbrx")),
     **{"olmo2": ("dbrx",), "olmoe": ("olmo",), "seed_oss": ("seed-coder",), "exaone4": ("exaone4",)},
     **dict.fromkeys(("glm4", "glm4moe"), ("glm4",)),
+    **{
+        "command-r": ("command-r",),
+        "cohere2": ("command-r",),
+        "starcoder2": ("starcoder",),
+        "hunyuan-moe": ("hunyuan",),
+    },
     **{"hunyuan-dense": ("hunyuan-dense",), "mistral3": ("tekken",), "gpt-oss": ("gpt-4o",)},
 }
 """What llama.cpp's converter writes as `tokenizer.ggml.pre` for the models of each family."""

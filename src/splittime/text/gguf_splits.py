@@ -53,7 +53,7 @@ SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _AS_LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), TextSplit((_LLAMA3,))),
     "glm4": TextSplit((_LLAMA3,), ignores_merges=True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _AS_QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _AS_QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _SINGLE_DIGITS),
     "tekken": TextSplit((_TEKKEN,), ignores_merges=True, adds_bos=True),
     "gpt-4o": TextSplit((_GPT4O,)),
