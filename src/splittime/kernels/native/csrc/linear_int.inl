@@ -9,11 +9,13 @@ namespace ST_ISA {
 
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
 constexpr int64_t ITEM_TOKENS = 128, ITEM_PANELS = 8;  // of an item: their chunk of activations stays in L2
+constexpr int64_t ITEM_UNIT = MOST_PANELS > 2 ? MOST_PANELS : 2;  // AMX takes two panels at a time
 constexpr int64_t AMX_ITEM_TOKENS = 256, AMX_ITEM_PANELS = 16;  // on AMX, which needs more work for each byte of weights
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t STREAMED_BYTES = 2 << 20;
 constexpr int64_t AHEAD = 2;            // chunks that weights in groups are fetched before they are needed
-constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read in the order of memory
+constexpr int64_t ABREAST_TOKENS = 3;   // from here on, several panels share the loads of activations
+constexpr int64_t ORDERED_TOKENS = 32;  // up to here, weights are read near the order of memory
 
 // One call, for all of its items.
 struct IntProduct {
@@ -37,7 +39,7 @@ struct IntProduct {
   }
 };
 
-typedef void (*Tile8)(const Wide *, int64_t, const uint8_t *, int64_t, int32_t *, uint8_t *, const uint8_t *);
+typedef void (*Tile8)(const Wide *, int64_t, const uint8_t *, int64_t, int32_t *, Apart, uint8_t *, const uint8_t *);
 typedef void (*Tile4)(const int8_t *, int64_t, const Block *, int64_t, const Blocks &, float *, const uint8_t *);
 typedef void (*Tile8Groups)(const Wide *, int64_t, const Block *, int64_t, const Blocks &, float *, const uint8_t *);
 
@@ -71,26 +73,29 @@ template <class F> inline void in_tiles(int64_t tokens, int most, F &&body) {
   }
 }
 
-// Tokens [begin, begin + tokens) times panel p over one chunk of columns. sums: [tokens][SUMS8]. wide: room for the chunk.
-inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *wide,
-                   int32_t *sums, const uint8_t *next) {
-  constexpr int V = VECTORS8 / PARTS;
-  constexpr auto ROWS = std::make_integer_sequence<int, MAX_ROWS>();
+// Tokens [begin, begin + tokens) times PANELS panels from p on over one chunk of columns. sums: of each panel [tokens][SUMS8].
+// wide: room for the chunk.
+template <int PANELS>
+inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *wide, int32_t *sums,
+                   const uint8_t *next) {
+  constexpr int V = PANELS * VECTORS8 / PARTS, MOST = PANELS > 2 ? MAX_ROWS / 2 : MAX_ROWS;
+  constexpr auto ROWS = std::make_integer_sequence<int, MOST>();
+  const Apart apart = {c.layout.panel_bytes, tokens * SUMS8};
   const int64_t width = c.x.width(chunk);
   const uint8_t *w = c.values(p, chunk);
   const Wide *x = (const Wide *)c.x.values + c.x.at(chunk, begin);
-  if (tokens <= 2)
-    return tile8_of<Bytes, VECTORS8>((int)tokens, std::make_integer_sequence<int, 2>())(x, width, w, width / 4, sums, wide,
-                                                                                        next);
-  const bool widens = LANES != 16 && tokens > MAX_ROWS;
-  in_tiles(tokens, MAX_ROWS, [&](int64_t first, int rows) {
+  if (PANELS == 1 && tokens <= 2)
+    return tile8_of<Bytes, VECTORS8>((int)tokens, std::make_integer_sequence<int, 2>())(x, width, w, width / 4, sums, apart,
+                                                                                        wide, next);
+  const bool widens = LANES != 16 && tokens > MOST;
+  in_tiles(tokens, MOST, [&](int64_t first, int rows) {
     const bool is_wide = widens && first > 0;
     const Tile8 tile = is_wide  ? tile8_of<Words, V>(rows, ROWS)
                        : widens ? tile8_of<Widening, V>(rows, ROWS)
                                 : tile8_of<Bytes, V>(rows, ROWS);
     for (int part = 0; part < PARTS; part++)
       tile(x + first * width, width, is_wide ? wide + 64 * part : w + 32 * part, width / 4,
-           sums + first * SUMS8 + part * V * LANES, wide + 64 * part, next);
+           sums + first * SUMS8 + part * V * LANES, apart, wide + 64 * part, next);
   });
 }
 
@@ -192,20 +197,24 @@ inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t b
   static thread_local Room<uint8_t> scratch;
   const bool by_row = is_by_row(c.weight.scheme, c.weight.group);
   const int64_t panel_sums = tokens * (by_row ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
-  // Few tokens: panel by panel, in the order of memory. Many: chunk by chunk, so that activations stay in the cache.
-  const int64_t together = tokens <= ORDERED_TOKENS ? 1 : last - first;
-  uint8_t *prepared = scratch.of(CHUNK * PANEL * 2 + together * panel_sums * 4);
+  // Few tokens: tile by tile, near the order of memory. Many: chunk by chunk, so that activations stay in the cache.
+  const int64_t abreast = by_row && tokens >= ABREAST_TOKENS ? MOST_PANELS : 1;  // panels of a tile
+  const int64_t at_most = tokens <= ORDERED_TOKENS ? abreast : last - first;
+  uint8_t *prepared = scratch.of(CHUNK * PANEL * 2 + at_most * panel_sums * 4);
   uint8_t *sums = prepared + CHUNK * PANEL * 2;
-  for (; first < last; first += together) {
+  for (int64_t together; first < last; first += together) {
+    together = at_most < last - first ? at_most : last - first;
     memset(sums, 0, together * panel_sums * 4);
     for (int64_t chunk = 0; chunk < c.chunks(); chunk++)
-      for (int64_t i = 0; i < together; i++) {
+      for (int64_t i = 0, panels; i < together; i += panels) {
+        panels = abreast <= together - i ? abreast : 1;
         // what comes next, fetched meanwhile (past the end of the item it does no harm)
-        const uint8_t *next = i + 1 < together ? c.values(first + i + 1, chunk)
+        const uint8_t *next = i + panels < together ? c.values(first + i + panels, chunk)
                               : !by_row && together == 1 ? c.panel(first) + c.layout.panel_bytes * (chunk + AHEAD) / c.chunks()
                               : chunk + 1 < c.chunks() ? c.values(first, chunk + 1) : c.panel(first + together);
         if (by_row)
-          chunk8(c, first + i, chunk, begin, tokens, prepared, (int32_t *)sums + i * panel_sums, next);
+          (panels > 1 ? chunk8<MOST_PANELS> : chunk8<1>)(c, first + i, chunk, begin, tokens, prepared,
+                                                        (int32_t *)sums + i * panel_sums, next);
         else
           chunk_groups(c, first + i, chunk, begin, tokens, prepared, (float *)sums + i * panel_sums, next);
       }
@@ -238,7 +247,8 @@ inline bool goes_by_amx(const StLinear &, int64_t) { return false; }
 inline void amx_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
 #endif
 
-// How many items to cut panels into, by twos: enough for the threads to even out, none too small to be worth a hand-over.
+// How many items to cut panels into, by `ITEM_UNIT`: enough for the threads to even out, none too small to be worth a
+// hand-over.
 inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t token_parts, int64_t most) {
   const int64_t work = layout.panel_bytes * (tokens < 8 ? 8 : tokens) / 8;  // in bytes read at batch 1, about
   const int64_t least = (32768 + work - 1) / work;                          // panels of an item
@@ -247,8 +257,8 @@ inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t toke
   each = each < least ? least : each;
   each = tokens > ORDERED_TOKENS && each > most ? most : each;
   each = each < 1 ? 1 : each;
-  each = (each + 1) / 2;
-  return ((layout.panels + 1) / 2 + each - 1) / each;
+  each = (each + ITEM_UNIT - 1) / ITEM_UNIT;
+  return ((layout.panels + ITEM_UNIT - 1) / ITEM_UNIT + each - 1) / each;
 }
 
 // Columns whose products are added up as integers.
@@ -341,12 +351,12 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
                                 streams, to.gated, to.activation};
     const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_ROWS : 1, units = (now + unit - 1) / unit;
-    const int64_t parts = (now + each - 1) / each, pairs = (layout.panels + 1) / 2;
+    const int64_t parts = (now + each - 1) / each, of_panels = (layout.panels + ITEM_UNIT - 1) / ITEM_UNIT;
     const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
     for_each((int32_t)(items * parts), [&](int32_t index) {
       const int64_t item = index / parts, part = index % parts;
       const int64_t begin = units * part / parts * unit, rest = units * (part + 1) / parts * unit, end = rest < now ? rest : now;
-      const int64_t first = pairs * item / items * 2, last = pairs * (item + 1) / items * 2;
+      const int64_t first = of_panels * item / items * ITEM_UNIT, last = of_panels * (item + 1) / items * ITEM_UNIT;
       (by_amx ? amx_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
     });
   }

@@ -3,7 +3,8 @@
 //
 // int8 without byte products (LANES 8): bytes widened to 16 bits and pmaddwd, exact, since the saturating byte product of
 // AVX2 does not hold two products of full-range bytes. Its sums stay in pairs of lanes (columns 0, 1 and 2, 3 of each
-// four) until the end. With VNNI (LANES 16): one byte product a register, sums whole.
+// four) until the end. With VNNI (LANES 16): one byte product a register, sums whole; it costs no more than to load the
+// activations for it, so four panels share each load.
 // int4: byte products at any width; what they add up to in a block of 64 columns fits 16 bits (see tile4).
 #pragma once
 #include "pack_int.h"
@@ -25,6 +26,7 @@ constexpr int PARTS = 2;
 constexpr int VECTORS4 = 16 / LANES;
 constexpr int SUMS8 = VECTORS8 * LANES;   // integers a token and panel
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // tokens of a tile that fit the registers
+constexpr int MOST_PANELS = LANES == 16 ? 4 : 1;  // of a tile of int8
 constexpr int MAX_PAIRS = LANES == 16 ? 8 : 4;  // the same where they split nibbles as well
 
 inline __attribute__((always_inline)) I32 whole(I32 sum) { return sum; }
@@ -62,6 +64,9 @@ inline __attribute__((always_inline)) void add_products(Sum (&sum)[V], const W (
     else
       ST_ADD(4, "vpbroadcastd", "vpmaddubsw", "vpaddw");
   }
+#elif defined(__AVX512VNNI__) && LANES == 16
+  const auto activations = four(x);
+  ST_UNROLL for (int v = 0; v < V; v++) asm("vpdpbusd %2, %1, %0" : "+v"(sum[v]) : "v"(w[v]), "v"(activations));
 #else
   const auto activations = four(x);
   ST_UNROLL for (int v = 0; v < V; v++) sum[v] = product(sum[v], w[v], activations);
@@ -91,32 +96,42 @@ struct Words {
   static inline __attribute__((always_inline)) Weights get(const uint8_t *w, int v) { return load<Weights>(w + 32 * v); }
 };
 
-// sums[r][v] += the products of R tokens and V registers of weights, over 4 * quads columns. wide: where a Widening tile
-// leaves them. ahead: bytes to fetch meanwhile.
+// How far apart the panels of a tile are, their weights in bytes.
+struct Apart {
+  int64_t weights, sums;
+};
+
+// sums[r][v] += the products of R tokens and V registers of weights, over 4 * quads columns. The registers are those of
+// one panel, or, with VNNI, of V panels. wide: where a Widening tile leaves them. ahead: bytes to fetch meanwhile.
 template <int R, int V, class Source>
-void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32_t *sums, uint8_t *wide,
+void tile8(const Wide *x, int64_t x_step, const uint8_t *w, int64_t quads, int32_t *sums, Apart apart, uint8_t *wide,
            const uint8_t *ahead) {
+  constexpr int PANELS = LANES == 16 ? V : 1;
+  const int64_t w_step = LANES == 16 ? apart.weights : 0, sums_step = LANES == 16 ? apart.sums : LANES;
   I32 sum[R][V];
   ST_UNROLL for (int r = 0; r < R; r++)
-    ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = load<I32>(sums + r * SUMS8 + v * LANES);
+    ST_UNROLL for (int v = 0; v < V; v++) sum[r][v] = load<I32>(sums + r * SUMS8 + v * sums_step);
+#if LANES == 8
 #pragma GCC unroll 2
+#endif
   for (int64_t q = 0; q < quads; q++) {
     Weights weights[V];
-    ST_UNROLL for (int v = 0; v < V; v++) weights[v] = Source::get(w, v);
+    ST_UNROLL for (int v = 0; v < V; v++) weights[v] = Source::get(w + v * w_step, v);
     ST_UNROLL for (int r = 0; r < R; r++) add_products(sum[r], weights, x + r * x_step);
     if (Source::KEEPS) {
       ST_UNROLL for (int v = 0; v < V; v++) store(wide + 32 * v, weights[v]);
       wide += Words::STEP;
     }
     if (Source::FETCHES) {
-      __builtin_prefetch(ahead, 0, Source::KEEPS ? 2 : 3);  // into the second-level cache where words fill the first
+      constexpr int HINT = Source::KEEPS || PANELS > 2 ? 2 : 3;  // the second-level cache, where such fill the first
+      ST_UNROLL for (int v = 0; v < PANELS; v++) __builtin_prefetch(ahead + v * w_step, 0, HINT);
       ahead += 64;
     }
     w += Source::STEP;
     x += 4;
   }
   ST_UNROLL for (int r = 0; r < R; r++)
-    ST_UNROLL for (int v = 0; v < V; v++) store(sums + r * SUMS8 + v * LANES, sum[r][v]);
+    ST_UNROLL for (int v = 0; v < V; v++) store(sums + r * SUMS8 + v * sums_step, sum[r][v]);
 }
 
 // What a token's activations of a product in groups come with, a block of columns (128 at most, within a group).
