@@ -9,7 +9,6 @@ namespace ST_ISA {
 
 constexpr int64_t MOST_TOKENS = 512;    // rounded at a time, which bounds the scratch memory
 constexpr int64_t ITEM_TOKENS = 128, ITEM_PANELS = 8;  // of an item: their chunk of activations stays in L2
-constexpr int64_t ITEM_UNIT = MOST_PANELS > 2 ? MOST_PANELS : 2;  // AMX takes two panels at a time
 constexpr int64_t AMX_ITEM_TOKENS = 256, AMX_ITEM_PANELS = 16;  // on AMX, which needs more work for each byte of weights
 constexpr int64_t DIRECT4 = 12;         // up to here, tiles split nibbles themselves; beyond, the first does for all
 constexpr int64_t STREAMED_BYTES = 2 << 20;
@@ -247,9 +246,14 @@ inline bool goes_by_amx(const StLinear &, int64_t) { return false; }
 inline void amx_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
 #endif
 
-// How many items to cut panels into, by `ITEM_UNIT`: enough for the threads to even out, none too small to be worth a
-// hand-over.
-inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t token_parts, int64_t most) {
+// Panels that an item has a multiple of: two for AMX, and as many as a tile has if threads even out all the same.
+inline int64_t item_unit(const StLinear &weight, int64_t panels, int64_t tokens, bool by_amx) {
+  const bool is_abreast = !by_amx && is_by_row(weight.scheme, weight.group) && tokens >= ABREAST_TOKENS;
+  return is_abreast && MOST_PANELS > 2 && panels >= 4 * MOST_PANELS * pool_threads() ? MOST_PANELS : 2;
+}
+
+// How many items to cut panels into: enough for the threads to even out, none too small to be worth a hand-over.
+inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t token_parts, int64_t most, int64_t unit) {
   const int64_t work = layout.panel_bytes * (tokens < 8 ? 8 : tokens) / 8;  // in bytes read at batch 1, about
   const int64_t least = (32768 + work - 1) / work;                          // panels of an item
   const int64_t wanted = 16 * pool_threads() / token_parts + 1;
@@ -257,8 +261,8 @@ inline int64_t panel_items(const IntLayout &layout, int64_t tokens, int64_t toke
   each = each < least ? least : each;
   each = tokens > ORDERED_TOKENS && each > most ? most : each;
   each = each < 1 ? 1 : each;
-  each = (each + ITEM_UNIT - 1) / ITEM_UNIT;
-  return ((layout.panels + ITEM_UNIT - 1) / ITEM_UNIT + each - 1) / each;
+  each = (each + unit - 1) / unit;
+  return ((layout.panels + unit - 1) / unit + each - 1) / each;
 }
 
 // Columns whose products are added up as integers.
@@ -351,12 +355,13 @@ inline void multiply(const StLinear &weight, int32_t tokens, const float *x, int
     const IntProduct product = {weight,     layout,  a,       residual, to.residual_stride, to.y_stride, to.y + done * to.y_stride,
                                 streams, to.gated, to.activation};
     const int64_t each = by_amx ? AMX_ITEM_TOKENS : ITEM_TOKENS, unit = by_amx ? TILE_ROWS : 1, units = (now + unit - 1) / unit;
-    const int64_t parts = (now + each - 1) / each, of_panels = (layout.panels + ITEM_UNIT - 1) / ITEM_UNIT;
-    const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS);
+    const int64_t parts = (now + each - 1) / each, together = item_unit(weight, layout.panels, now, by_amx);
+    const int64_t of_panels = (layout.panels + together - 1) / together;
+    const int64_t items = panel_items(layout, now, parts, by_amx ? AMX_ITEM_PANELS : ITEM_PANELS, together);
     for_each((int32_t)(items * parts), [&](int32_t index) {
       const int64_t item = index / parts, part = index % parts;
       const int64_t begin = units * part / parts * unit, rest = units * (part + 1) / parts * unit, end = rest < now ? rest : now;
-      const int64_t first = of_panels * item / items * ITEM_UNIT, last = of_panels * (item + 1) / items * ITEM_UNIT;
+      const int64_t first = of_panels * item / items * together, last = of_panels * (item + 1) / items * together;
       (by_amx ? amx_item : int_item)(product, first, last < layout.panels ? last : layout.panels, begin, end - begin);
     });
   }
