@@ -77,7 +77,7 @@ template <class F> inline void in_tiles(int64_t tokens, int most, F &&body) {
 template <int PANELS>
 inline void chunk8(const IntProduct &c, int64_t p, int64_t chunk, int64_t begin, int64_t tokens, uint8_t *wide, int32_t *sums,
                    const uint8_t *next) {
-  constexpr int V = PANELS * VECTORS8 / PARTS, MOST = PANELS > 2 ? MAX_ROWS / 2 : MAX_ROWS;
+  constexpr int V = PANELS * VECTORS8 / PARTS, MOST = PANELS > 2 ? MAX_ROWS_ABREAST : MAX_ROWS;
   constexpr auto ROWS = std::make_integer_sequence<int, MOST>();
   const Apart apart = {c.layout.panel_bytes, tokens * SUMS8};
   const int64_t width = c.x.width(chunk);
@@ -191,13 +191,18 @@ template <class F> inline void finish(const IntProduct &c, int64_t p, int64_t to
   }
 }
 
+// Panels of a tile.
+inline int64_t panels_abreast(const StLinear &weight, int64_t tokens) {
+  return is_by_row(weight.scheme, weight.group) && tokens >= ABREAST_TOKENS ? MOST_PANELS : 1;
+}
+
 // Panels [first, last) for tokens [begin, begin + tokens).
 inline void int_item(const IntProduct &c, int64_t first, int64_t last, int64_t begin, int64_t tokens) {
   static thread_local Room<uint8_t> scratch;
   const bool by_row = is_by_row(c.weight.scheme, c.weight.group);
   const int64_t panel_sums = tokens * (by_row ? SUMS8 : PANEL);  // of 4 bytes each, integers or floats
   // Few tokens: tile by tile, near the order of memory. Many: chunk by chunk, so that activations stay in the cache.
-  const int64_t abreast = by_row && tokens >= ABREAST_TOKENS ? MOST_PANELS : 1;  // panels of a tile
+  const int64_t abreast = panels_abreast(c.weight, tokens);
   const int64_t at_most = tokens <= ORDERED_TOKENS ? abreast : last - first;
   uint8_t *prepared = scratch.of(CHUNK * PANEL * 2 + at_most * panel_sums * 4);
   uint8_t *sums = prepared + CHUNK * PANEL * 2;
@@ -248,8 +253,8 @@ inline void amx_item(const IntProduct &, int64_t, int64_t, int64_t, int64_t) {}
 
 // Panels that an item has a multiple of: two for AMX, and as many as a tile has if threads even out all the same.
 inline int64_t item_unit(const StLinear &weight, int64_t panels, int64_t tokens, bool by_amx) {
-  const bool is_abreast = !by_amx && is_by_row(weight.scheme, weight.group) && tokens >= ABREAST_TOKENS;
-  return is_abreast && MOST_PANELS > 2 && panels >= 4 * MOST_PANELS * pool_threads() ? MOST_PANELS : 2;
+  const int64_t abreast = by_amx ? 1 : panels_abreast(weight, tokens);
+  return abreast > 2 && panels >= 4 * abreast * pool_threads() ? abreast : 2;
 }
 
 // How many items to cut panels into: enough for the threads to even out, none too small to be worth a hand-over.

@@ -7,7 +7,7 @@
 
 namespace ST_ISA {
 
-constexpr int64_t CHUNK = 512;  // columns at a time: their weights in L1, many tokens' activations in L2
+constexpr int64_t CHUNK = 512;  // columns at a time: a panel's weights in L1 (of four 32 KB), many tokens' activations in L2
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 inline int64_t aligned(int64_t bytes) { return rounded_up(bytes, 64); }

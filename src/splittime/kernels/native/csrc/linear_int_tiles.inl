@@ -1,4 +1,4 @@
-// The inner loops of linear_int.inl: R tokens times one panel of 16 output features over a chunk of columns. Those of
+// The inner loops of linear_int.inl: R tokens times a panel of 16 output features, or four, over a chunk of columns. Those of
 // int8 with groups are in linear_int_groups.inl.
 //
 // int8 without byte products (LANES 8): bytes widened to 16 bits and pmaddwd, exact, since the saturating byte product of
@@ -27,6 +27,7 @@ constexpr int VECTORS4 = 16 / LANES;
 constexpr int SUMS8 = VECTORS8 * LANES;   // integers a token and panel
 constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // tokens of a tile that fit the registers
 constexpr int MOST_PANELS = LANES == 16 ? 4 : 1;  // of a tile of int8
+constexpr int MAX_ROWS_ABREAST = 6;  // tokens of a tile of so many: 24 sums, 4 weights, 1 of activations
 constexpr int MAX_PAIRS = LANES == 16 ? 8 : 4;  // the same where they split nibbles as well
 
 inline __attribute__((always_inline)) I32 whole(I32 sum) { return sum; }
@@ -64,11 +65,14 @@ inline __attribute__((always_inline)) void add_products(Sum (&sum)[V], const W (
     else
       ST_ADD(4, "vpbroadcastd", "vpmaddubsw", "vpaddw");
   }
-#elif defined(__AVX512VNNI__) && LANES == 16
-  const auto activations = four(x);
-  ST_UNROLL for (int v = 0; v < V; v++) asm("vpdpbusd %2, %1, %0" : "+v"(sum[v]) : "v"(w[v]), "v"(activations));
 #else
   const auto activations = four(x);
+#if defined(__AVX512VNNI__) && LANES == 16
+  if (V > 1) {  // GCC 12 copies the sums of several panels, or spills them
+    ST_UNROLL for (int v = 0; v < V; v++) asm("vpdpbusd %2, %1, %0" : "+v"(sum[v]) : "v"(w[v]), "v"(activations));
+    return;
+  }
+#endif
   ST_UNROLL for (int v = 0; v < V; v++) sum[v] = product(sum[v], w[v], activations);
 #endif
 }
