@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -318,3 +320,30 @@ async def test_a_server_that_dies_in_the_load_is_told_request_by_request():
     assert "closed" in run.outcomes[2].error
     assert "cannot connect" in run.outcomes[4].error
     assert any("did not answer any more" in note for note in run.arms[0].notes)
+
+
+BOTH = """
+import asyncio, os, signal
+from splittime.bench.event_loop import ENDING, interrupted, run_loop
+
+async def main():
+    stop = interrupted()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    for number in SENT:
+        os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # all came, and none was handled yet
+    await stop.wait()
+    print("kept")
+
+run_loop(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "told"), [("SIGINT", 0, "kept\n"), ("SIGTERM", 0, "kept\n"), ("SIGINT SIGTERM", -15, "")]
+)
+def test_the_second_signal_ends_the_program_also_at_the_instant_of_the_first(sent, status, told):
+    """Python tells of a signal that came while it had a handler, and has none when its turn comes."""
+    script = BOTH.replace("SENT", f"({''.join(f'signal.{name}, ' for name in sent.split())})")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (status, told, "")

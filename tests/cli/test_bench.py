@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+from client_runs import outcome
+from client_runs import run as run_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -126,7 +128,16 @@ def test_ctrl_c_keeps_what_was_measured_and_says_of_how_many(url, monkeypatch, t
     run = load_run(tmp_path / "run.json")
     sent = sum(outcome.ending is not Ending.UNSENT for outcome in run.outcomes)
     assert 2 < sent < len(run.outcomes)
-    assert f"interrupted: {sent} of {len(run.outcomes)} requests were sent" in done.stderr
+    cut = sum(outcome.ending is Ending.CANCELLED for outcome in run.outcomes)
+    told = f"interrupted: {sent} of {len(run.outcomes)} requests were sent; cut off: {cut}, neither"
+    assert f"{told} good nor bad; not sent: {len(run.outcomes) - sent}, errors\n" in done.stderr
+
+
+def test_nothing_is_said_of_requests_that_there_are_not():
+    cut_off = run_of([outcome(0), outcome(1, ending=Ending.CANCELLED)])
+    told = bench_command._of_those_sent(cut_off)
+    assert told == "interrupted: 2 of 2 requests were sent; cut off: 1, neither good nor bad"
+    assert bench_command._of_those_sent(run_of([outcome(0)])) == "interrupted: 1 of 1 requests were sent"
 
 
 def test_ctrl_c_before_the_load_is_130_too(url, monkeypatch):
@@ -219,7 +230,7 @@ def test_times_that_may_be_distributions():
     msgspec.convert(values, LoadSpec)
 
 
-def shown(elapsed_s, is_closed):
+def shown(elapsed_s, is_closed, **changed):
     progress = Progress(
         elapsed_s=elapsed_s,
         planned=100,
@@ -234,7 +245,7 @@ def shown(elapsed_s, is_closed):
         ends_at_s=20.0,
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(bench_command.view(progress, is_closed))
+    console.print(bench_command.view(msgspec.structs.replace(progress, **changed), is_closed))
     return console.export_text()
 
 
@@ -250,8 +261,12 @@ def test_what_is_shown_meanwhile(is_closed):
 def test_after_the_last_request_is_sent_the_wait_for_answers_is_named():
     """And the rate stays that of the time in which they were sent."""
     text = shown(80, False)
-    for words in ("80 / 20 s, all sent: waits for answers", "sent 2.5/s of 2.6/s"):
+    waits = "all sent: waits for answers, about 20 s more; Ctrl-C keeps those that ended"
+    for words in ("80 / 20 s", waits, "sent 2.5/s of 2.6/s"):
         assert words in text
+    assert "waits" not in shown(80, False, in_flight=0)
+    assert "waits for answers, none has ended;" in shown(80, False, ended=0)
+    assert "waits" not in shown(80, True, ends_at_s=None)
 
 
 def test_a_device_is_not_replaced_by_a_file_and_a_time_is_finite(url, tmp_path):

@@ -46,6 +46,10 @@ def test_a_log_hears_of_a_load_every_ten_seconds():
     lines = out.getvalue().splitlines()
     assert [line.split(" s: ")[0] for line in lines] == ["10", "20", "31"]
     assert all("in flight 88" in line and "900 ended" in line for line in lines)
+    out.truncate(0)
+    with shown_live(Console(file=out, color_system=None), is_closed=False) as tell:
+        tell(msgspec.structs.replace(PROGRESS, elapsed_s=400.0))
+    assert "all sent: waits for answers, about 39 s more" in out.getvalue()
 
 
 def settings(**changed) -> Settings:

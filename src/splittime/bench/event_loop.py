@@ -82,16 +82,18 @@ def interrupted() -> asyncio.Event:
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     before = {one: signal.getsignal(one) for one in ENDING}
 
-    def first(number: int, frame: object) -> None:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    def handle(number: int, frame: object) -> None:
+        if event.is_set():  # no sooner: Python complains where a signal came already and its handler is gone
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+            return
         with contextlib.suppress(RuntimeError):  # a closed loop wakes nobody
             event.set()
             loop.call_soon_threadsafe(bool)  # wakes a loop that waits
 
     with contextlib.suppress(ValueError):  # not in the main thread
         for one in ENDING:
-            signal.signal(one, first)
+            signal.signal(one, handle)
     return event
 
 

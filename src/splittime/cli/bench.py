@@ -26,7 +26,10 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.bench.book.records import Ending, Run, save
+from splittime.bench.book.slo import check_terms, falls_short, parse_slo, unanswered
 from splittime.bench.event_loop import interrupted, run_loop
+from splittime.bench.report.csv import write_csv
+from splittime.bench.report.table import render
 from splittime.bench.share import OnProgress, Progress
 from splittime.cli import bench_compare
 from splittime.cli.bench_flags import BenchRunOptions as Given
@@ -103,7 +106,6 @@ def search(given: SearchOptions, load: dict[str, Any]) -> None:
 @with_load_flags(SweepOptions, "rate", "concurrency")
 def sweep(given: SweepOptions, load: dict[str, Any]) -> None:
     """Run one load at several rates or concurrencies and show them side by side."""
-    from splittime.bench.book.slo import unanswered
     from splittime.bench.search import sweep_levels
 
     level, levels = _levels(given)
@@ -116,7 +118,6 @@ def sweep(given: SweepOptions, load: dict[str, Any]) -> None:
 
 def _carry_out(work: Callable[[asyncio.Event], Coroutine[Any, Any, Found]]) -> tuple[Found, bool]:
     """Returns what was found, and whether Ctrl-C cut it short."""
-    from splittime.bench.event_loop import interrupted, run_loop
 
     async def until_interrupted() -> tuple[Found, bool]:
         stop = interrupted()
@@ -129,9 +130,7 @@ def _series(
     given: SeriesOptions, load: dict[str, Any], level: str, slo: str | None, stop_on_saturation: bool = False
 ) -> "Series":
     """Raises `ConfigError` for a flag that cannot be."""
-    from splittime.bench.book.slo import check_terms, parse_slo
     from splittime.bench.search import Series
-    from splittime.wire.target import RunOptions
 
     terms = parse_slo(slo) if slo is not None else {}
     check_terms(terms)
@@ -240,7 +239,6 @@ def mock_server(
     json: JsonFlag = False,
 ) -> None:
     """Run a server with declared timings: to check a load generator against, or to try one without a model."""
-    from splittime.bench.event_loop import run_loop
     from splittime.bench.mock_server import Timings
 
     timings = Timings(
@@ -302,7 +300,8 @@ def shown_live(console: Console, is_closed: bool) -> Iterator[OnProgress]:
             nonlocal told_s
             if progress.elapsed_s >= told_s + LINE_EVERY_S:
                 told_s = progress.elapsed_s
-                console.print(f"{progress.elapsed_s:.0f} s:", *_figures(progress, is_closed), soft_wrap=True)
+                told = [*_figures(progress, is_closed), *_waiting(progress)]
+                console.print(f"{progress.elapsed_s:.0f} s:", *told, soft_wrap=True)
 
         yield tell
         return
@@ -315,11 +314,20 @@ def view(progress: Progress, is_closed: bool) -> RenderableType:
     done, whole, end = float(progress.ended), max(1.0, progress.planned), " s"
     if progress.ends_at_s:
         done, whole = min(progress.elapsed_s, progress.ends_at_s), progress.ends_at_s
-        end = f" / {whole:.0f} s{', all sent: waits for answers' * (progress.elapsed_s > whole)}"
+        end = f" / {whole:.0f} s"
     bar = Table.grid(padding=(0, 1))
     bar.add_row(ProgressBar(total=whole, completed=done, width=40), f"{progress.elapsed_s:.0f}{end}")
     figures = [Text.from_markup(figure) for figure in _figures(progress, is_closed)]
-    return Group(bar, Columns(figures, padding=(0, 2)))
+    return Group(bar, Columns(figures, padding=(0, 2)), *map(Text, _waiting(progress)))
+
+
+def _waiting(progress: Progress) -> list[str]:
+    """Returns, once all is sent, for how long answers may be waited for: as they came so far."""
+    if not progress.in_flight or progress.elapsed_s <= (progress.ends_at_s or progress.elapsed_s):
+        return []
+    left_s = progress.in_flight * progress.elapsed_s / max(1, progress.ended)
+    more = f"about {left_s:,.0f} s more" if progress.ended else "none has ended"
+    return [f"all sent: waits for answers, {more}; Ctrl-C keeps those that ended"]
 
 
 def _figures(progress: Progress, is_closed: bool) -> list[str]:
@@ -338,10 +346,8 @@ def run(given: Given, load: dict[str, Any]) -> None:
     """Send a load and measure what becomes of each request, on both clocks."""
     if len(given.url) > 2:
         raise ConfigError(f"{len(given.url)} servers; a run has one or two", param="url", value=len(given.url), limit=2)
-    from splittime.bench.book.slo import falls_short
-
     terms, options = _terms(given), _options(given)
-    wanted = ((given.out, save), (given.csv, _write_csv), (given.html, _write_html))
+    wanted = ((given.out, save), (given.csv, write_csv), (given.html, _write_html))
     files = [(path, write) for path, write in wanted if path is not None]
     for path, _ in files:
         check_writable(path)
@@ -357,16 +363,12 @@ def run(given: Given, load: dict[str, Any]) -> None:
 
 def _terms(given: Given) -> dict[str, float]:
     """The SLO, checked with what makes a request good."""
-    from splittime.bench.book.slo import check_terms, parse_slo
-
     terms = parse_slo(given.slo) if given.slo is not None else {}
     check_terms({**_limits(given), **terms})
     return terms
 
 
 def _limits(given: Given) -> dict[str, float]:
-    from splittime.bench.book.slo import parse_slo
-
     return parse_slo(given.goodput) if given.goodput is not None else {}
 
 
@@ -425,8 +427,6 @@ async def _sent(given: Given, load: dict[str, Any], options: RunOptions) -> tupl
 def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]], given: Given) -> None:
     """Data to standard output and to files; which files, to standard error. A file that cannot be written takes neither
     the others nor the table with it."""
-    from splittime.bench.book.slo import unanswered
-
     troubles = [trouble for path, write in files if (trouble := _written(run, path, write)) is not None]
     _show(run, terms, given)
     for arm, server in enumerate(run.arms):
@@ -439,9 +439,12 @@ def _tell(run: Run, terms: dict[str, float], files: Sequence[tuple[Path, Writer]
 
 
 def _of_those_sent(run: Run) -> str:
-    sent = sum(outcome.ending is not Ending.UNSENT for outcome in run.outcomes)
-    planned = len(run.outcomes)
-    return f"interrupted: {sent} of {planned} requests were sent; the others have no latency, and count as errors"
+    """Says what became of those that have no latency: as the table counts them."""
+    endings, planned = [outcome.ending for outcome in run.outcomes], len(run.outcomes)
+    unsent, cut = endings.count(Ending.UNSENT), endings.count(Ending.CANCELLED)
+    told = f"interrupted: {planned - unsent} of {planned} requests were sent"
+    told += f"; cut off: {cut}, neither good nor bad" if cut else ""
+    return told + (f"; not sent: {unsent}, errors" if unsent else "")
 
 
 def _written(run: Run, path: Path, write: Writer) -> ConfigError | None:
@@ -457,15 +460,7 @@ def _show(run: Run, terms: dict[str, float], given: Given) -> None:
     if given.json:
         write_data(msgspec.json.encode(run))
         return
-    from splittime.bench.report.table import render
-
     wide().print(render(run, terms, with_definitions=given.definitions))
-
-
-def _write_csv(run: Run, path: Path) -> None:
-    from splittime.bench.report.csv import write_csv
-
-    write_csv(run, path)
 
 
 def _write_html(run: Run, path: Path) -> None:

@@ -22,18 +22,20 @@ from rich.table import Table
 from rich.text import Text
 
 from splittime.bench.book.metrics import shown
+from splittime.bench.book.records import Run, load_run
+from splittime.bench.book.slo import SloResult, falls_short, limits_of, parse_slo, with_slo
+from splittime.bench.report.csv import write_csv
+from splittime.bench.report.table import render
 from splittime.cli.bench_flags import SHORT, UNCLEAR, DefinitionsFlag, codes, exit_code
 from splittime.cli.options import JsonFlag, argument, fails_clearly, flag, talk, wide, with_options, write_data
 from splittime.core.errors import ConfigError
-from splittime.diagnose.comparison import SHARE_MARGIN, Compared, Comparison, Design, Verdict
+from splittime.diagnose.compare import compare_files
+from splittime.diagnose.comparison import DEFAULT_METRICS, SHARE_MARGIN, Compared, Comparison, Design, Terms, Verdict
 from splittime.present.tables import FittingTable, Sentence, at_most
 from splittime.stats.intervals import Interval
 
 if TYPE_CHECKING:
-    from splittime.bench.book.records import Run
-    from splittime.bench.book.slo import SloResult
     from splittime.bench.join import JoinedBooks
-    from splittime.diagnose.comparison import Terms
 
 BOOKS_EXAMPLES = f"""\b
 Examples:
@@ -65,7 +67,6 @@ def books(
     json: JsonFlag = False,
 ) -> None:
     """Show both books of a saved run side by side: what the client felt, and what the server did meanwhile."""
-    from splittime.bench.book.records import load_run
     from splittime.bench.join import join
     from splittime.bench.join_view import find_request, server_view
 
@@ -86,7 +87,7 @@ def books(
         console.print(render_request(chosen))
 
 
-def _rendered(run: "Run", arm: int, joined: "JoinedBooks") -> "RenderableType":
+def _rendered(run: Run, arm: int, joined: "JoinedBooks") -> "RenderableType":
     from splittime.bench.join_view import render_books, render_server_view
 
     has_books = run.arms[arm].accounts or run.arms[arm].kind == "splittime"
@@ -103,9 +104,6 @@ def report(
     json: JsonFlag = False,
 ) -> None:
     """Show a saved run again: as a table, an HTML page, CSV or JSON."""
-    from splittime.bench.book.records import load_run
-    from splittime.bench.book.slo import falls_short, with_slo
-
     run = load_run(run_file)
     run = with_slo(run, slo) if slo else run
     _write_files(run, html, csv)
@@ -114,22 +112,18 @@ def report(
 
         write_data(msgspec.json.encode(as_json(run)))
     elif definitions or (html is None and csv is None):
-        from splittime.bench.report.table import render
-
         wide().print(render(run, with_definitions=definitions))
     if slo:
         raise typer.Exit(exit_code(is_void=run.is_void, falls_short=falls_short(run, run.slo)))
 
 
-def _write_files(run: "Run", html: Path | None, csv: Path | None) -> None:
+def _write_files(run: Run, html: Path | None, csv: Path | None) -> None:
     if html is not None:
         from splittime.bench.report.html import write_html
 
         write_html(run, html)
         talk().print(f"wrote {html}", markup=False)
     if csv is not None:
-        from splittime.bench.report.csv import write_csv
-
         write_csv(run, csv)
         talk().print(f"wrote {csv}", markup=False)
 
@@ -214,9 +208,6 @@ class CompareOptions:
 @with_options(CompareOptions)
 def compare(given: CompareOptions) -> None:
     """Compare saved runs: BETTER, WORSE, EQUIVALENT or INCONCLUSIVE, with intervals."""
-    from splittime.bench.book.slo import parse_slo
-    from splittime.diagnose.compare import compare_files
-
     wanted = parse_slo(given.slo) if given.slo else {}
     both = compare_files(given.files, _terms(given, wanted), wanted)
     found, results = both.comparison, both.slo
@@ -230,10 +221,7 @@ def compare(given: CompareOptions) -> None:
     raise typer.Exit(code)
 
 
-def _terms(given: CompareOptions, slo: dict[str, float]) -> "Terms":
-    from splittime.bench.book.slo import limits_of
-    from splittime.diagnose.comparison import DEFAULT_METRICS, Terms
-
+def _terms(given: CompareOptions, slo: dict[str, float]) -> Terms:
     terms = Terms(
         metrics=tuple(given.metric or DEFAULT_METRICS),
         margin=parse_share(given.margin, "margin"),
@@ -244,8 +232,7 @@ def _terms(given: CompareOptions, slo: dict[str, float]) -> "Terms":
     return terms
 
 
-def _show(found: "Comparison", results: Sequence["SloResult"]) -> None:
-
+def _show(found: Comparison, results: Sequence[SloResult]) -> None:
     console = wide()
     console.print(render_comparison(found))
     for result in results:

@@ -75,7 +75,7 @@ DEFINITIONS = (
     (
         "goodput",
         "intended requests answered whole within every per-request limit / all intended. What failed, was refused,"
-        " timed out or was never sent counts against; what the schedule cancelled is left out. So for the error rate.",
+        " timed out or was never sent counts against; what was cancelled is left out. So for the error rate.",
     ),
     ("window", "what was intended in it is measured; no drain before it. Latencies are of its complete requests."),
     ("percentiles", "nearest rank: a value that did occur."),
@@ -237,7 +237,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One arm of a run. Counts are of the measured phase; `figures` by the names of `SERIES` and, if the server's
     accounts are there, `itl`. A figure that has no value is absent.
 
-    counted: intended, less those that the schedule cancelled: the denominator of goodput and of the error rate.
+    counted: intended, less those that were cancelled: the denominator of goodput and of the error rate.
     errors: refused, failed, timed out or unsent. output_token_rate, prompt_token_rate, request_rate: per second of
     `window`. cached_share, expected_cached_share: of the prompt tokens. tpot_unknown: complete requests of several
     tokens that tell no TPOT.

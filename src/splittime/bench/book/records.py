@@ -31,7 +31,7 @@ class Ending(StrEnum):
     """How a request ended, as the client saw it. Every intended request has exactly one."""
 
     COMPLETE = "complete"  # the answer came whole
-    CANCELLED = "cancelled"  # the schedule said to hang up, and it was hung up
+    CANCELLED = "cancelled"  # hung up, as the schedule said or the run was stopped
     REFUSED = "refused"  # an HTTP status of 400 or above
     FAILED = "failed"  # no connection, broken off, or an error inside the stream
     TIMED_OUT = "timed_out"

@@ -316,7 +316,7 @@ def _endings(found: Summary) -> RenderableType:
     if found.errors:
         text += f"; {percent(found.error_rate)} errors, which are in no latency below"
     if found.endings[Ending.CANCELLED.value]:
-        text += "; what the schedule cancelled counts neither as good nor as bad"
+        text += "; what was cancelled counts neither as good nor as bad"
     return sentence("requests", text, "yellow" if found.errors else "")
 
 
