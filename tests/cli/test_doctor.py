@@ -18,6 +18,7 @@ from ward import Ward
 from splittime.bench.book.records import save
 from splittime.cli.doctor import _asked, _fact
 from splittime.cli.main import app
+from splittime.core.engine import EngineStats
 from splittime.core.errors import ErrorInfo
 from splittime.diagnose.finding import Fact
 from splittime.ledger import derive
@@ -235,3 +236,50 @@ def test_it_says_which_key_waited_for_which(tmp_path):
     assert "requests of team-0 waited for those of team-1" in invoke("doctor", str(path), "--no-sizes").stdout
     told = json.loads(invoke("doctor", str(path), "--no-sizes", "--json").stdout)
     assert {(wait["waited"], wait["had_it"]) for wait in told["waits"]} == {("team-0", "team-1"), ("team-1", "team-0")}
+
+
+OPEN = {
+    "server": {"open_requests": 171, "predicted_wait_ms": 859_000.0},
+    "engine": msgspec.to_builtins(EngineStats(now_ns=0, num_running=64)),
+}
+
+
+@pytest.mark.parametrize(
+    ("waiting_for", "told", "not_told"),
+    [
+        (
+            {"token_budget": 7, "batch_slots": 100},
+            "\nStill open: 171. Running: 64. Waiting for: 100 batch_slots, 7 token_budget. One more would wait about"
+            " 859.0 s. More came than is computed at once. If this grows, send fewer a second or add a server. Ask"
+            " again when they have ended.\n",
+            "not what is looked for",
+        ),
+        ({}, "\nStill open: 171. Running: 64. Ask again when they have ended.\n", "More came"),
+    ],
+)
+def test_what_has_not_ended_is_told_with_what_it_waits_for(server, waiting_for, told, not_told):
+    """A server that is overloaded at once has ended few requests when one asks, and no rule reads the others."""
+    url, answers = server
+    answers["/ledger/requests"] = {"accounts": answers["/ledger/requests"]["accounts"][:3]}
+    answers["/stats"] = {**OPEN, "engine": {**OPEN["engine"], "waiting_for": waiting_for}}
+    result = invoke("doctor", url, "--api-key", "k")
+    assert result.exit_code == 3, result.stderr
+    shown = result.stdout.replace("\n\n", "\0").replace("\n", " ").replace("\0", "\n")
+    assert told.strip() in shown
+    assert not_told not in shown
+    stated = json.loads(invoke("doctor", url, "--api-key", "k", "--json").stdout)["still_open"]
+    assert stated == {
+        "open_requests": 171, "num_running": 64, "waiting_for": waiting_for, "predicted_wait_ms": 859_000.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stats", [None, {"upstreams": []}, {"server": OPEN["server"], "engine": None}])
+def test_nothing_is_said_of_open_requests_where_none_are_or_nobody_tells(server, stats):
+    url, answers = server
+    if stats is not None:
+        answers["/stats"] = stats
+    assert "Still open" not in invoke("doctor", url, "--api-key", "k", "--no-sizes").stdout
+    answers["/stats"] = {"server": {"open_requests": 0}, "engine": {"num_running": 0, "waiting_for": {}}}
+    result = invoke("doctor", url, "--api-key", "k", "--no-sizes")
+    assert result.exit_code == 1, result.stderr
+    assert "Still open" not in result.stdout

@@ -18,17 +18,22 @@ from rich.console import Console
 from rich.text import Text
 
 from splittime import __version__
+from splittime.attach.settings import KNOBS, setting_of
 from splittime.cli import options
 from splittime.cli.explain import DEFAULT_URL, without_controls
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
-from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND
-from splittime.wire.target import base_of, get_json, is_url
+from splittime.core.files import SQLITE, begins_with
+from splittime.diagnose.bill import between_keys
+from splittime.diagnose.books import Books, another_server, books_from_file, books_from_server, books_of_observed
+from splittime.diagnose.doctor import Diagnosis, diagnose
+from splittime.diagnose.explain import many
+from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, Finding
+from splittime.diagnose.incident.bundle import books_in, is_incident
+from splittime.diagnose.words import ATTACHED
+from splittime.wire.target import Target, base_of, get_json, is_url
 
 if TYPE_CHECKING:
-    from splittime.diagnose.books import Books
-    from splittime.diagnose.doctor import Diagnosis
-    from splittime.diagnose.finding import Finding
     from splittime.diagnose.sized import Replays
 
 MAX_LIMIT = 10_000
@@ -75,9 +80,6 @@ def doctor(
     """Name what holds the requests back, with evidence, a prescription, and what would refute it."""
     if is_self:
         raise typer.Exit(_check_installation(json))
-    from splittime.diagnose.bill import between_keys
-    from splittime.diagnose.doctor import diagnose
-
     if source is not None and url is not None:
         raise ConfigError("give a source or --url, one of them", param="url", value=url)
     try:
@@ -96,7 +98,7 @@ def doctor(
     raise typer.Exit(diagnosis.exit_code)
 
 
-def _with_sizes(books: "Books", diagnosis: "Diagnosis") -> "Diagnosis":
+def _with_sizes(books: Books, diagnosis: Diagnosis) -> Diagnosis:
     if not any(finding.cure.flags for finding in diagnosis.findings):
         return diagnosis
     from splittime.diagnose.sized import sized
@@ -105,12 +107,10 @@ def _with_sizes(books: "Books", diagnosis: "Diagnosis") -> "Diagnosis":
         return sized(books, diagnosis, say, _replays_of(books))
 
 
-def _replays_of(books: "Books") -> "Replays":
+def _replays_of(books: Books) -> "Replays":
     """Returns how these books are replayed; those of a vLLM by its own scheduler, where it is in this environment."""
-    from splittime.attach.settings import KNOBS, setting_of
     from splittime.attach.simulators import simulator_of
     from splittime.diagnose.sized import OUR_REPLAYS, Replays
-    from splittime.diagnose.words import ATTACHED
 
     if books.facts is None or not books.facts.engine:
         return OUR_REPLAYS
@@ -140,11 +140,8 @@ def _check_installation(as_json: bool) -> int:
     return code
 
 
-def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: str | None) -> "Books":
+def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: str | None) -> Books:
     """A URL is asked; a file says by its content what it is."""
-    from splittime.diagnose.books import books_from_file, books_from_server
-    from splittime.diagnose.incident.bundle import books_in, is_incident
-
     if is_url(source):
         base = base_of(source)
         try:
@@ -164,12 +161,10 @@ def _read(source: str, limit: int, api_key: str | None, is_probing: bool, part: 
     return books_from_file(path, limit=limit)
 
 
-def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound) -> "Books":
+def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound) -> Books:
     """A server without a ledger. Raises `NotFound`, with what was asked for, where its kind is not known either."""
     from splittime.bench.event_loop import run_loop
     from splittime.bench.observation import ServerKind, observe, what_is_sent
-    from splittime.diagnose.books import another_server, books_of_observed
-    from splittime.wire.target import Target
 
     options.talk().print(f"{base} keeps no ledger; its metrics are watched, and {what_is_sent()}", markup=False)
     try:
@@ -179,24 +174,21 @@ def _look(base: str, api_key: str | None, is_probing: bool, no_ledger: NotFound)
         raise NotFound(no_ledger.info.message, hint=another_server(base)) from None
 
 
-def _asked(source: str, books: "Books") -> str | None:
+def _asked(source: str, books: Books) -> str | None:
     """Returns the flag by which `explain` reads the same books; None where it cannot."""
-    from splittime.core.files import SQLITE, begins_with
-
     if is_url(source):
         base = base_of(source)
         return None if books.run is not None else "" if base == DEFAULT_URL else f" --url {shlex.quote(base)}"
     return f" --ledger {shlex.quote(source)}" if begins_with(Path(source), SQLITE) else None
 
 
-def diagnosis_text(diagnosis: "Diagnosis", asked: str | None) -> Text:
+def diagnosis_text(diagnosis: Diagnosis, asked: str | None) -> Text:
     """Returns what people read, in 80 columns: the findings first, then the limits, then what could not be told.
     asked: as `_asked` gives it."""
-    from splittime.diagnose.explain import many
-
     refused = f" and {many(diagnosis.num_refused, 'refused one')}" if diagnosis.num_refused else ""
     seen = f"{many(diagnosis.num_requests, 'request')}{refused}, {many(diagnosis.num_steps, 'step')}"
     text = Text(_wrapped(f"{seen}: {diagnosis.source}", "", "  "), style="dim")
+    text.append(_still_open(diagnosis), style="bold yellow not dim")
     if not diagnosis.illnesses:
         text.append_text(_nothing(diagnosis))
     text.append_text(_spent(diagnosis))
@@ -207,7 +199,22 @@ def diagnosis_text(diagnosis: "Diagnosis", asked: str | None) -> Text:
     return text.append_text(_untold(diagnosis))
 
 
-def _spent(diagnosis: "Diagnosis") -> Text:
+def _still_open(diagnosis: Diagnosis) -> str:
+    """Returns what there is to say of requests that have not ended, which no rule reads, and what to do."""
+    told = diagnosis.still_open
+    if told is None or not told.open_requests:
+        return ""
+    causes = ", ".join(f"{n:,} {cause}" for cause, n in sorted(told.waiting_for.items(), key=lambda each: -each[1]))
+    says = [f"Still open: {told.open_requests:,}. Running: {told.num_running:,}."]
+    if causes:
+        says.append(f"Waiting for: {causes}.")
+        if told.predicted_wait_ms is not None:
+            says.append(f"One more would wait about {told.predicted_wait_ms / 1e3:,.1f} s.")
+        says.append("More came than is computed at once. If this grows, send fewer a second or add a server.")
+    return "\n" + _wrapped(" ".join([*says, "Ask again when they have ended."]), "", "")
+
+
+def _spent(diagnosis: Diagnosis) -> Text:
     """Where the requests' time went, whether it is an illness or not."""
     told = [entry for entry in diagnosis.spent if entry.share >= MIN_TOLD]
     text = Text("\nWhere the requests' time went\n" if told else "", style="bold not dim")
@@ -223,7 +230,7 @@ def _spent(diagnosis: "Diagnosis") -> Text:
     return text
 
 
-def _nothing(diagnosis: "Diagnosis") -> Text:
+def _nothing(diagnosis: Diagnosis) -> Text:
     if diagnosis.void:
         return Text("\nCannot tell: the client was at fault (a VOID run).\n", style="bold yellow not dim")
     if diagnosis.is_unexplained:
@@ -233,7 +240,7 @@ def _nothing(diagnosis: "Diagnosis") -> Text:
     return Text("\nNothing found that a setting would cure.\n", style="bold green not dim")
 
 
-def _finding(finding: "Finding", mark: str, asked: str | None) -> Text:
+def _finding(finding: Finding, mark: str, asked: str | None) -> Text:
     style = "bold not dim" if finding.is_limit else "bold red not dim"
     text = Text(f"\n{mark}{finding.name}", style=style)
     kind = "" if not finding.is_limit else "; a limit"
@@ -251,13 +258,13 @@ def _finding(finding: "Finding", mark: str, asked: str | None) -> Text:
     return text.append(entries + _where(finding, asked), style="not bold default")
 
 
-def _size(finding: "Finding") -> str:
+def _size(finding: Finding) -> str:
     if finding.predicted is not None:
         return _entry("gains", finding.predicted.sentence)
     return _entry("gains", f"not known: {finding.not_predicted}.") if finding.not_predicted else ""
 
 
-def _share(finding: "Finding") -> str:
+def _share(finding: Finding) -> str:
     if finding.share_interval is None or finding.share_interval[0] == finding.share_interval[1]:
         return f"{finding.share_of_time:.0%}"
     low, high = finding.share_interval
@@ -275,7 +282,7 @@ def _fact(fact: Any) -> str:
     return f"{fact.what}: {value} {fact.unit}".rstrip()
 
 
-def _where(finding: "Finding", asked: str | None) -> str:
+def _where(finding: Finding, asked: str | None) -> str:
     """Returns the ids, on lines of their own: they are to be copied."""
     shown = ""
     if finding.request_ids:
@@ -289,7 +296,7 @@ def _where(finding: "Finding", asked: str | None) -> str:
     return shown
 
 
-def _untold(diagnosis: "Diagnosis") -> Text:
+def _untold(diagnosis: Diagnosis) -> Text:
     """What could not be told, the rules of one reason together: a few of many are named."""
     by_reason: dict[str, list[str]] = {}
     for abstention in diagnosis.abstentions:

@@ -1,7 +1,7 @@
 """`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -11,13 +11,17 @@ from rich.text import Text
 
 from splittime.cli.options import ASKING_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
 from splittime.core.errors import ConfigError
+from splittime.diagnose.attribution import owners_between
+from splittime.diagnose.bill import bill, billed_to
+from splittime.diagnose.books import AccountQuestion, FoundAccounts, accounts_from_file, accounts_from_server
+from splittime.diagnose.explain import compare, comparison_text, steps_of
+from splittime.diagnose.explain import explain as explain_account
+from splittime.diagnose.explain_trace import CriticalPath, critical_path, explain_trace
+from splittime.diagnose.known_prompts import computed_again
+from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_json
+from splittime.ledger.steps import device_time
 from splittime.wire.target import base_of, get_json
-
-if TYPE_CHECKING:
-    from splittime.diagnose.books import FoundAccounts
-    from splittime.diagnose.explain_trace import CriticalPath
-    from splittime.ledger.account import ClosedAccount
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
@@ -52,9 +56,7 @@ def explain(
 
 def _find(
     request_id: str | None, slowest: int | None, url: str, ledger: Path | None, api_key: str | None
-) -> "FoundAccounts":
-    from splittime.diagnose.books import AccountQuestion, accounts_from_file, accounts_from_server
-
+) -> FoundAccounts:
     question = AccountQuestion(request_id, slowest)
     if ledger is not None:
         return accounts_from_file(ledger, question)
@@ -64,13 +66,7 @@ def _find(
     )
 
 
-def _as_json(found: "FoundAccounts") -> dict[str, Any]:
-    from splittime.diagnose.attribution import owners_between
-    from splittime.diagnose.bill import bill, billed_to
-    from splittime.diagnose.explain import compare, steps_of
-    from splittime.diagnose.known_prompts import computed_again
-    from splittime.ledger.steps import device_time
-
+def _as_json(found: FoundAccounts) -> dict[str, Any]:
     books = found.books
     compared = [compare(account, books) for account in found.accounts]
     devices = [device_time(steps_of(account, books.steps)) for account in found.accounts]
@@ -87,11 +83,7 @@ def _as_json(found: "FoundAccounts") -> dict[str, Any]:
     }
 
 
-def _print(found: "FoundAccounts") -> None:
-    from splittime.diagnose.explain import compare, comparison_text
-    from splittime.diagnose.explain import explain as explain_account
-    from splittime.diagnose.explain_trace import explain_trace
-
+def _print(found: FoundAccounts) -> None:
     console = Console(highlight=False, soft_wrap=True)
     if found.simulated:
         console.print(without_controls(Text(f"Simulated, with {found.simulated}\n", style="bold yellow")))
@@ -102,10 +94,8 @@ def _print(found: "FoundAccounts") -> None:
             console.print(without_controls(explain_trace(path)))
 
 
-def _path(account: "ClosedAccount", found: "FoundAccounts") -> "CriticalPath | None":
+def _path(account: ClosedAccount, found: FoundAccounts) -> CriticalPath | None:
     """Returns the critical path of the trace that an account is of; None where no hops were posted."""
-    from splittime.diagnose.explain_trace import critical_path
-
     is_in_one = any(hop.trace_id == account.trace_id and hop.tenant == account.tenant for hop in found.hops)
     return critical_path(account, found.hops, found.books) if is_in_one else None
 

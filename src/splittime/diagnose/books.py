@@ -37,11 +37,22 @@ NEVER_NS = 2**63 - 1
 LIVE_ACCOUNTS, LIVE_STEPS = 1_000, 10_000  # of a live server, whoever asks: its page and `splittime doctor URL`
 
 
+class StillOpen(msgspec.Struct, frozen=True):
+    """What a live server's `/stats` says of the requests that have not ended, of which there is no account yet.
+    waiting_for: of those in its engine that do not run, how many by cause. predicted_wait_ms: of a newcomer."""
+
+    open_requests: int
+    num_running: int
+    waiting_for: dict[str, int]
+    predicted_wait_ms: float | None = None
+
+
 class Books(msgspec.Struct, frozen=True, kw_only=True):
     """facts: None from a server that tells none. accounts by their ends, steps by their begins.
     run, arm: with what the client saw, and which of its servers this is. source: for people, where this is from.
     num_unsound: accounts and steps that were left out, as their own times contradict each other (a clock that jumped,
-    a file that was tampered with). most_times: by which a cure may raise a setting, where a replay tells of no more."""
+    a file that was tampered with). most_times: by which a cure may raise a setting, where a replay tells of no more.
+    still_open: of a live server that tells it."""
 
     facts: ServerFacts | None
     accounts: tuple[ClosedAccount, ...]
@@ -51,6 +62,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True):
     arm: int = 0
     num_unsound: int = 0
     most_times: float = math.inf
+    still_open: StillOpen | None = None
 
     @property
     def engine(self) -> str:
@@ -205,10 +217,18 @@ def books_from_server(get: Get, base: str, limit: int) -> Books:
     `EngineError` if the server was restarted meanwhile: its answers would be of two servers."""
     facts = _facts(get, base)
     accounts = get(f"{base}/ledger/requests?limit={limit}")
-    steps = get(f"{base}/ledger/steps?limit={LIVE_STEPS}")
+    steps, still_open = get(f"{base}/ledger/steps?limit={LIVE_STEPS}"), _still_open(get, base)
     if _starts(facts) != _starts(_facts(get, base)):
         raise EngineError(f"{base} was restarted while it was read", hint="Ask once more, when it has served a while.")
-    return books_from_answers(facts, accounts, steps, base)
+    return msgspec.structs.replace(books_from_answers(facts, accounts, steps, base), still_open=still_open)
+
+
+def _still_open(get: Get, base: str) -> StillOpen | None:
+    """Returns None where nothing tells it: an older server, a gateway, books inside vLLM."""
+    with contextlib.suppress(NotFound, KeyError, TypeError, msgspec.ValidationError):
+        told = get(f"{base}/stats")
+        return msgspec.convert(told["server"] | told["engine"], StillOpen)
+    return None
 
 
 def books_of_observed(run: Run, is_watched: bool) -> Books:

@@ -21,7 +21,7 @@ import msgspec
 
 from splittime.diagnose import finding as answers
 from splittime.diagnose.bill import KeyWait
-from splittime.diagnose.books import Books
+from splittime.diagnose.books import Books, StillOpen
 from splittime.diagnose.finding import one_direction
 from splittime.diagnose.reported import MIN_STATES, inside, reported
 from splittime.diagnose.rules.client import felt_ns, pairs, sent
@@ -51,6 +51,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """findings: in the order in which they should be read. residual: the unexplained share of the requests' time.
     spent: where the requests' time went, by the server's books. num_refused: of no rule about the server.
     waits: of one key's requests for another's, where somebody has looked at them (`between_keys`).
+    still_open: as in the books; no finding is about these.
     thin: too little was seen for any rule. withheld: the residual is too large for the rules about the server.
     void: the client was at fault, and the server tells nothing of itself, neither in a book nor by its gauges."""
 
@@ -66,6 +67,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     void: bool = False
     spent: tuple[Spent, ...] = ()
     waits: tuple[KeyWait, ...] = ()
+    still_open: StillOpen | None = None
 
     @property
     def illnesses(self) -> tuple[answers.Finding, ...]:
@@ -136,6 +138,7 @@ def diagnose(books: Books) -> Diagnosis:
         residual=residual,
         thin=not findings and all(_lacks(books, need) for need in ("accounts", "run", "gauges")),
         withheld=withheld,
+        still_open=books.still_open,
         void=books.run is not None and books.run.is_void and not books.accounts and _lacks(books, "gauges") is not None,
     )
 

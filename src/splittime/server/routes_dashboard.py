@@ -401,11 +401,7 @@ def _findings(ledger: Ledger, facts: ServerFacts | None) -> bytes:
 
 
 def _diagnose(ledger: Ledger, facts: ServerFacts | None) -> bytes:
-    from splittime.diagnose.books import (
-        LIVE_ACCOUNTS,
-        LIVE_STEPS,
-        live_books,
-    )  # here, so that a server's start does not wait for it
+    from splittime.diagnose.books import LIVE_ACCOUNTS, LIVE_STEPS, live_books  # here: a start does not wait for it
     from splittime.diagnose.doctor import diagnose
 
     accounts, steps = ledger.accounts(None, LIVE_ACCOUNTS), ledger.steps(LIVE_STEPS)
