@@ -1,10 +1,13 @@
 """The page on a server whose books are given: what it shows, by which keys, in which light; what it never runs."""
 
+import re
 import time
 
 import msgspec
 import pytest
 
+from patience import until
+from splittime.core.facts import Pooling
 from splittime.ledger.facts import Process, ServerFacts
 from splittime.server import routes_dashboard
 
@@ -51,7 +54,7 @@ def test_what_is_not_kept_is_veiled_and_no_zero(live, visit, monkeypatch):
     charts = page.locator("#charts figure")
     told = [charts.nth(i).locator("text", has_text="not kept").count() for i in range(6)]
     assert (told, charts.locator("rect.veil").count()) == ([1] * 6, 6)
-    seconds = int(page.locator("#tiles .note").last.inner_text().split()[-2])
+    seconds = int(page.locator("#tiles .writes .note").last.inner_text().split()[-2])
     assert 10 < seconds < 50, "a percentile is of those that are kept"
 
 
@@ -363,6 +366,120 @@ def test_says_that_the_server_is_gone(live, visit):
     assert lines(page).count() == 4
 
 
+def legend(page, chart: int) -> list[str]:
+    return page.locator("#charts figure").nth(chart).locator(".legend li").all_inner_texts()
+
+
+def test_figures_of_steps_are_of_the_latest_second_of_which_all_is_known(live, visit):
+    """A step that runs has told nothing yet: of its seconds nothing is known, which is not zero."""
+    shift_ns = 3 * 10**9
+    ended = [
+        msgspec.structs.replace(step, begin_ns=step.begin_ns - shift_ns, end_ns=step.end_ns - shift_ns)
+        for step in books.steps(400, ("r1", "r2"))
+    ]
+    fill(live, [], ended)
+    idle = live.engine.stats()
+    live.engine.stats = lambda: msgspec.structs.replace(idle, num_running=2)
+    page = visit(live.url)
+    when = page.locator("#charts figure").nth(4).locator(".when", has_text="s ago")
+    when.wait_for()
+    assert int(when.inner_text().split()[0]) >= 4
+    shares = [int(words.split()[-2]) for words in legend(page, 4)]
+    assert sum(shares) == pytest.approx(100, abs=3)
+    assert all(int(words.split()[-1].replace(",", "")) > 0 for words in legend(page, 3))
+    assert [page.locator("#charts figure").nth(i).locator("rect.veil").count() for i in range(6)] == [0, 0, 0, 1, 1, 1]
+    live.engine.stats = lambda: idle
+    page.locator("#charts figure").nth(4).locator(".when").wait_for(state="hidden")
+    assert page.locator("#charts rect.veil").count() == 0
+
+
+@pytest.fixture
+def overloaded(live):
+    live.engine.paused = True
+    threads = [live.events_later("/v1/completions", {"prompt": "x", "max_tokens": 2}) for _ in range(3)]
+    until(lambda: len(live.engine.waiting) == 3)
+    yield live
+    live.engine.paused = False
+    for thread in threads:
+        thread.join()
+
+
+def test_those_who_wait_are_drawn_by_what_they_wait_for(overloaded, visit):
+    page = visit(overloaded.url)
+    page.locator("#charts figure").first.locator(".legend li", has_text=re.compile("batch slots *3")).wait_for()
+    told = legend(page, 0)
+    assert not any("waiting" in words for words in told), told
+
+
+def test_who_is_open_is_told_where_nobody_has_ended(overloaded, visit):
+    page = visit(overloaded.url)
+    page.locator("#tiles .tile", has_text="First token").locator(
+        ".note", has_text=re.compile(r"^none ended in 60 s · 3 still without, for up to \d")
+    ).wait_for()
+    page.locator("#charts text", has_text="none ended in this time, 3 open").first.wait_for()
+    page.locator("#findings").scroll_into_view_if_needed()
+    page.locator("#findings .empty", has_text="3 requests are open, of which 3 wait: 3 for batch slots").wait_for()
+
+
+def test_an_empty_page_has_no_large_empty_boxes_and_nothing_changes_its_place(live, visit):
+    page = visit(live.url)
+    page.locator("#findings .empty", has_text="Nobody has asked yet").wait_for()
+    assert page.locator("#findings .abstained").count() == 0
+    assert page.locator("#grid").bounding_box()["height"] < 100
+    assert page.locator("#play-account").is_hidden()
+    sections = "[...document.querySelectorAll('main > section')].map((s) => s.id || s.querySelector('h2').id)"
+    before = page.evaluate(sections)
+    fill(live, books.accounts(2, seconds=2))
+    lines(page).first.wait_for()
+    assert page.locator("#grid").bounding_box()["height"] > 400
+    page.reload()
+    lines(page).first.wait_for()
+    assert page.evaluate(sections) == before
+
+
+def test_of_few_requests_the_longest_is_told_and_of_many_a_percentile(live, visit):
+    fill(live, books.accounts(99, seconds=50))
+    page = visit(live.url)
+    notes = page.locator("#tiles .tile", has_text="Per token").locator(".note")
+    page.locator("#tiles .note", has_text=re.compile(r"^longest .* · 99 in 60 s$")).first.wait_for()
+    fill(live, [books.account("hundredth", time.monotonic_ns())])
+    page.locator("#tiles .note", has_text=re.compile(r"^p99 .* · 100 in 60 s$")).first.wait_for()
+    assert notes.inner_text().startswith("p99")
+
+
+def test_the_page_of_a_model_that_encodes_shows_nothing_that_it_has_not(launch, visit):
+    live = launch(model={"pooling": Pooling(is_all=True)})
+    fill(live, books.accounts(5, seconds=5))
+    page = visit(live.url)
+    lines(page).first.wait_for()
+    seen = page.locator("#tiles h3, #charts h3, #grid-head .cell").filter(visible=True).all_inner_texts()
+    assert seen == [
+        *("Running", "Waiting", "Prompt tokens/s", "Answer p50"),
+        *("Requests by stage or cause of waiting", "Tokens computed per second", "The engine's time", "Time to answer"),
+        *("Ended", "Request", "End", "Prompt", "Total", "Time by stage"),
+    ]
+    assert "5 in 60 s" in page.locator("#tiles .tile", has_text="Answer p50").inner_text()
+    assert "decode" not in page.locator("#colours").inner_text()
+    assert [words.split()[0] for words in legend(page, 3)] == ["prefill"]
+    widths = page.locator("#grid-head .cell:visible").evaluate_all("cells => cells.map((cell) => cell.offsetWidth)")
+    assert min(widths) > 40
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_time_without_a_processor_has_its_piece_and_its_colour(live, visit):
+    steps = [msgspec.structs.replace(s, cpu_wait_ns=7 * s.length_ns // 10) for s in books.steps(100, ("one",))]
+    fill(live, [books.account("one", steps[-1].end_ns)], steps)
+    page = visit(live.url)
+    bar = lines(page).first.locator(".bar")
+    piece = bar.locator(".stage-cpu_wait")
+    piece.wait_for()
+    assert piece.bounding_box()["width"] / bar.bounding_box()["width"] == pytest.approx(0.7, abs=0.02)
+    ink = "element => getComputedStyle(element).backgroundColor"
+    swatch = page.locator("#colours li", has_text="cpu wait").locator("i")
+    assert piece.evaluate(ink) == swatch.evaluate(ink) != bar.locator(".cause-batch_slots").evaluate(ink)
+    assert "cpu wait" in bar.get_attribute("title")
+
+
 def test_ticks_of_an_axis_are_told_apart(live, visit):
     page = visit(live.url)
     told = "import('/dashboard/static/format.js').then((m) => [0, 0.05, 0.5, 1, 1.5, 2, 50, 1500].map(m.tickNumber))"
@@ -375,7 +492,7 @@ def test_an_axis_of_few_requests_names_halves(live, visit):
     page = visit(live.url)
     lines(page).first.wait_for()
     axis = page.locator("#charts figure").first.locator("text.tick.end").all_text_contents()[:-1]
-    assert len(axis) > 2
+    assert (axis[0], float(axis[-1]) >= 1, len(axis) > 2) == ("0", True, True)
     assert len(set(axis)) == len(axis)
 
 

@@ -34,10 +34,10 @@ def test_stops_and_the_engine_hears_of_it(launch, visit):
     assert len(live.engine.aborts) == 1
 
 
-def test_it_chats_where_nothing_was_served_and_an_answer_that_is_html_stays_text(launch, visit):
+def test_it_chats_with_what_was_said_before_and_an_answer_that_is_html_stays_text(launch, visit):
     live = launch(say(EVIL))
     page = visit(live.url)
-    page.locator("main > #playground:first-child").wait_for()
+    page.get_by_role("link", name="Playground").click()
     prompts = []
     for asked in ("It's blue?", "And red?"):
         page.fill("#play-prompt", asked)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from browser import books
 from patience import until
+from splittime.diagnose.attribution import DEPRIVED
 from splittime.ledger import derive
 from splittime.ledger.account import StageInterval
 from splittime.ledger.stages import Cause, Stage
@@ -56,7 +57,7 @@ def test_every_colour_of_the_bars_has_its_legend() -> None:
     assert listed is not None
     shown = {colours_of(key) for key in re.findall(r'"([a-z_:]+)"', listed[1])}
     drawn = {colours_of(stage) for stage in Stage} | {colours_of(f"queue:{cause}") for cause in Cause}
-    assert drawn <= shown
+    assert drawn | {colours_of(stop) for stop in DEPRIVED} <= shown
 
 
 def test_a_browser_gets_the_page_and_others_json(launch) -> None:
@@ -244,6 +245,19 @@ def test_a_request_that_met_a_stop_shows_it_on_the_page(launch) -> None:
     )
 
 
+def test_a_row_tells_what_kept_the_engine_from_running_as_the_doctor_does(launch) -> None:
+    live = launch()
+    steps = [msgspec.structs.replace(step, cpu_wait_ns=step.length_ns // 2) for step in books.steps(40, ("one", "two"))]
+    fill(live, [books.account("one", steps[-1].end_ns), books.account("before", steps[0].begin_ns - 10**9)], steps)
+    one, before = (dict(row["stages"]) for row in look(live)["rows"])
+    owned = {owner: ns for owner, ns, _ in live.get("/dashboard/requests/one")[2]["owners"]}
+    assert one["cpu_wait"] == pytest.approx(owned["cpu_wait"], abs=2)
+    in_engine_ns = sum(ms for _, _, ms in books.PLAN[2:-1]) * books.MS  # the server's own stages wait for no engine
+    assert one["cpu_wait"] == pytest.approx(in_engine_ns / 2, rel=0.01)
+    assert sum(one.values()) == sum(before.values()) == sum(int(ms * books.MS) for _, _, ms in books.PLAN)
+    assert "cpu_wait" not in before, "no step of its time is known"
+
+
 def test_a_diagnosis_is_of_the_live_ledger_and_kept_a_while(launch, monkeypatch) -> None:
     live = launch()
     told = live.get("/dashboard/findings")[2]
@@ -296,6 +310,20 @@ def test_the_parts_of_steps_keep_their_time(count, length_ns) -> None:
     assert columns["host_gap_ns"] == sum(record.host_gap_ns for record in records)
     times = sum(columns[name] for name in ("device_ns", "sample_ns", "moves_ns", "host_ns", "host_gap_ns", "idle_ns"))
     assert times == records[-1].end_ns - records[0].begin_ns + records[0].host_gap_ns
+
+
+def test_tokens_of_a_long_step_are_shared_out_as_its_time_is() -> None:
+    second = routes_dashboard.BIN_NS
+    (step,) = books.steps(1, ("a",), 4 * second)
+    step = msgspec.structs.replace(
+        step, begin_ns=10 * second + second // 2, end_ns=14 * second + second // 2, prefill_tokens=800, decode_tokens=3
+    )
+    rows = {row[0]: row[1:4] for row in routes_dashboard.step_bins([step], since_ns=0)}
+    assert {at: row[1] for at, row in rows.items()} == {10: 100, 11: 200, 12: 200, 13: 200, 14: 100}
+    assert sum(row[2] for row in rows.values()) == 3
+    assert {at: row[0] for at, row in rows.items() if row[0]} == {14: 1}
+    later = {row[0]: row[2] for row in routes_dashboard.step_bins([step], since_ns=12 * second)}
+    assert later == {12: 200, 13: 200, 14: 100}, "what lies before the horizon is not crowded behind it"
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.floats(0, 0.5))

@@ -7,16 +7,14 @@ whoever looks, and is started by the first look: a server that nobody looks at d
 An answer is bounded (`MAX_ROWS`, `MAX_STEPS`, `MAX_OPEN`) and says what it left out. The cursor is of this process: one
 from before a restart gets everything anew, with `reset`.
 
-Time by the second, for the page's charts: how many requests were in which stage, and what the steps did.
+Time by the second, for the page's charts: how many requests were in which stage, and what the steps did. A bin is one
+second of the host's monotonic clock, named by its number. An interval is shared out among the bins it lies in, in
+integers, so the bins of an interval that lies within the horizon sum to it; so are a step's tokens. Bins are additive:
+what later books say of the same second is added by the page. Presence is time-averaged: 3e9 ns of one are 3 requests.
 
-A bin is one second of the host's monotonic clock, named by its number. An interval is shared out among the bins it lies
-in, in integers, so the bins of an interval that lies within the horizon sum to it. Bins are additive: what later books
-say of the same second is added by the page. Presence is time-averaged: 3e9 ns in one second means three requests.
-
-A request in a line, for the page's table; and one request with the steps it was in, for its waterfall.
-
-Durations in ns; instants as they are kept, of the host's monotonic clock, with the wall clock beside them for display.
-Texts that came from outside are shortened here and shown as text there.
+A request in a line, for the page's table; and one request with the steps it was in, for its waterfall. Durations in ns;
+instants as they are kept, of the host's monotonic clock, with the wall clock beside them for display. Texts that came
+from outside are shortened here and shown as text there.
 """
 
 import asyncio
@@ -51,7 +49,7 @@ from splittime.web.reading import in_short_turns
 BIN_NS = 1_000_000_000
 HORIZON_S = 300
 
-# what is known of the steps in a bin, by column: counts of the steps that ended in it, time in it, the most in any step
+# what is known of the steps in a bin, by column: how many ended in it, tokens and time in it, the most in any step
 SUMS = (
     *("steps", "prefill_tokens", "decode_tokens", "device_ns", "sample_ns", "host_ns", "host_gap_ns", "idle_ns"),
     *("moves_ns", "kept_ns"),
@@ -75,27 +73,23 @@ WORDS = {
     "causes": {cause.value: meaning for cause, meaning in CAUSE_MEANING.items()},
 }
 
-
 _diagnoses: WeakKeyDictionary[Ledger, tuple[float, bytes]] = WeakKeyDictionary()  # when it was made, and its answer
 
 
-def stage_key(stage: Stage, cause: Cause | None) -> str:
+def stage_key(stage: str, cause: Cause | None) -> str:
     """`queue:batch_slots`, or `prefill` where there is no cause."""
-    return stage.value if cause is None else f"{stage.value}:{cause.value}"
+    return str(stage) if cause is None else f"{stage}:{cause}"
 
 
 def spans(intervals: Iterable[StageInterval]) -> list[Span]:
     return [(stage_key(i.stage, i.cause), i.begin_ns, i.end_ns) for i in intervals]
 
 
-def spread(into: dict[int, int], begin_ns: int, end_ns: int, since_ns: int) -> None:
-    """Add the part of [begin, end) that lies after `since_ns` to its bins."""
+def _shares(begin_ns: int, end_ns: int, since_ns: int) -> dict[int, int]:
+    """Returns how much of the part of [begin, end) that lies after `since_ns` is in each bin."""
     begin_ns = max(begin_ns, since_ns)
-    while begin_ns < end_ns:
-        at = begin_ns // BIN_NS
-        until_ns = min(end_ns, (at + 1) * BIN_NS)
-        into[at] += until_ns - begin_ns
-        begin_ns = until_ns
+    bins = range(begin_ns // BIN_NS, -(-end_ns // BIN_NS)) if begin_ns < end_ns else ()
+    return {at: min(end_ns, (at + 1) * BIN_NS) - max(begin_ns, at * BIN_NS) for at in bins}
 
 
 def presence(books: Iterable[Iterable[Span]], since_ns: int) -> Presence:
@@ -107,7 +101,8 @@ def presence(books: Iterable[Iterable[Span]], since_ns: int) -> Presence:
             if since_ns <= begin_ns < end_ns <= (at + 1) * BIN_NS:  # most stages lie in one bin
                 found[key][at] += end_ns - begin_ns
             elif end_ns > since_ns:
-                spread(found[key], begin_ns, end_ns, since_ns)
+                for at, ns in _shares(begin_ns, end_ns, since_ns).items():
+                    found[key][at] += ns
     return found
 
 
@@ -120,47 +115,39 @@ def step_bins(records: Iterable[StepRecord], since_ns: int, usual: float = 0.0) 
     found: dict[int, list[int]] = defaultdict(lambda: [0] * (len(SUMS) + len(PEAKS)))
     for record in records:
         if record.end_ns > since_ns:
-            row = found[record.end_ns // BIN_NS]
-            _count(row, record)
-            _book(found, row, record, since_ns, usual)
+            row, peaks = found[record.end_ns // BIN_NS], (record.num_running, record.num_waiting, record.blocks_used)
+            row[0] += 1
+            row[len(SUMS) :] = map(max, row[len(SUMS) :], peaks)
+            _book(found, record, since_ns, usual)
     return [[at, *row] for at, row in sorted(found.items())]
 
 
-def _count(row: list[int], record: StepRecord) -> None:
-    row[0] += 1
-    row[1] += record.prefill_tokens
-    row[2] += record.decode_tokens
-    peaks = record.num_running, record.num_waiting, record.blocks_used
-    row[len(SUMS) :] = map(max, row[len(SUMS) :], peaks)
-
-
-def _book(found: dict[int, list[int]], row: list[int], record: StepRecord, since_ns: int, usual: float) -> None:
+def _book(found: dict[int, list[int]], record: StepRecord, since_ns: int, usual: float) -> None:
     at_ns = record.begin_ns - record.host_gap_ns - record.idle_ns
-    is_within = at_ns >= since_ns and at_ns // BIN_NS == record.end_ns // BIN_NS  # most steps lie in one bin
-    for column, duration_ns in ((7, record.idle_ns), *_parts(record, usual)):
-        if is_within:
-            row[column] += duration_ns
-        else:
-            bins: dict[int, int] = defaultdict(int)
-            spread(bins, at_ns, at_ns + duration_ns, since_ns)
-            for at, ns in bins.items():
-                found[at][column] += ns
+    times = (7, record.idle_ns), *_parts(record, usual)
+    tokens = (1, record.prefill_tokens), (2, record.decode_tokens)
+    if at_ns >= since_ns and at_ns // BIN_NS == record.end_ns // BIN_NS:  # most steps lie in one bin
+        for column, amount in (*tokens, *times):
+            found[record.end_ns // BIN_NS][column] += amount
+        return
+    for column, duration_ns in times:
+        for at, ns in _shares(at_ns, at_ns + duration_ns, since_ns).items():
+            found[at][column] += ns
         at_ns += duration_ns
+    during = _shares(record.begin_ns, record.end_ns, record.begin_ns)
+    for column, count in tokens:
+        for at, part in derive.apportion(count, during).items():
+            if (at + 1) * BIN_NS > since_ns:
+                found[at][column] += part
 
 
 def _parts(record: StepRecord, usual: float) -> list[tuple[int, int]]:
     """Returns gap, plan and launch, copies of blocks, device, sample, commit: end to end, up to where the step ends.
     While the thread had no processor or was stopped it did nothing of these, nobody knows of which: as the doctor
     divides a step (`diagnose.timeline`), that comes first, and each has its share of the rest."""
-    parts = [
-        (6, record.host_gap_ns),
-        (5, record.plan_ns + record.launch_ns),
-        (8, record.moves_ns),
-        (3, record.device_ns),
-        (4, record.sample_ns),
-        (5, record.commit_ns),
-    ]
-    length_ns = sum(ns for _, ns in parts)
+    launch_ns = record.plan_ns + record.launch_ns
+    times = (record.host_gap_ns, launch_ns, record.moves_ns, record.device_ns, record.sample_ns, record.commit_ns)
+    parts, length_ns = list(zip((6, 5, 8, 3, 4, 5), times, strict=True)), sum(times)
     kept_ns = min(length_ns, (record.cpu_wait_ns or 0) + round(derive.stopped_ns(record, usual)))
     if not kept_ns:
         return parts
@@ -198,7 +185,19 @@ def sent_as(group_id: str) -> str:
     return group_id.removeprefix(prefix)
 
 
-def account_row(account: ClosedAccount) -> Row:
+def _rows(accounts: Sequence[ClosedAccount], steps: Iterable[StepRecord], facts: ServerFacts | None) -> list[Row]:
+    """Returns their lines. Of their times by stage and cause, what kept the engine's thread from running in these steps
+    is told by itself, as `splittime explain` tells it."""
+    from splittime.diagnose.attribution import stages_and_stops
+    from splittime.diagnose.books import make_books
+
+    begin_ns = min((account.start_ns for account in accounts), default=0)
+    books = make_books(facts, (), [step for step in steps if step.end_ns > begin_ns], "the live ledger")
+    told = zip(accounts, stages_and_stops(books, accounts), strict=True)
+    return [_account_row(account, [(stage_key(*key), ns) for key, ns in totals.items()]) for account, totals in told]
+
+
+def _account_row(account: ClosedAccount, stages: list[tuple[str, int]]) -> Row:
     return {
         "id": account.request_id,
         "sent_as": sent_as(account.group_id),
@@ -217,7 +216,7 @@ def account_row(account: ClosedAccount) -> Row:
         "preemptions": account.num_preemptions,
         "finish_reason": account.finish_reason,
         "error": account.error.message[:MAX_TEXT_CHARS] if account.error is not None else None,
-        "stages": _totals(spans(account.intervals)),
+        "stages": stages,
     }
 
 
@@ -284,7 +283,8 @@ class View(NamedTuple):
     now_ns: int
     accounts: list[ClosedAccount]
     steps: list[StepRecord]
-    usual_off_share: float
+    recent_steps: list[StepRecord]
+    facts: ServerFacts | None
     open_books: list[OpenBook]
 
 
@@ -352,8 +352,8 @@ def _look(books: KeepsBooks, after: PageCursor | None) -> View:
         "engine": msgspec.to_builtins(books.stats()),
         **({"words": WORDS} if after is None else {}),
     }
-    usual = derive.usual_off_share(ledger.steps(USUAL_STEPS))
-    return View(head, time.monotonic_ns(), accounts, steps, usual, list(islice(books.open_books(), MAX_OPEN)))
+    recent, open_books = ledger.steps(MAX_STEPS), list(islice(books.open_books(), MAX_OPEN))
+    return View(head, time.monotonic_ns(), accounts, steps, recent, books.facts(), open_books)
 
 
 def _data(view: View) -> bytes:
@@ -365,12 +365,12 @@ def _data(view: View) -> bytes:
         "now_ns": now_ns,
         "now_unix_ms": time.time_ns() // 1_000_000,
         "horizon_s": HORIZON_S,
-        "rows": [account_row(account) for account in view.accounts],
+        "rows": _rows(view.accounts, view.recent_steps, view.facts),
         "open": [open_row(book, now_ns) for book in view.open_books],
         "presence": presence_json(closed),
         "presence_open": presence_json(still_open),
         "step_fields": ("at_s", *SUMS, *PEAKS),
-        "step_bins": step_bins(view.steps, since_ns, view.usual_off_share),
+        "step_bins": step_bins(view.steps, since_ns, derive.usual_off_share(view.recent_steps[-USUAL_STEPS:])),
     }
     return orjson.dumps(answer, default=str)
 

@@ -49,16 +49,16 @@ function onAnswer(answer) {
   charts.update(store, span);
   table.update();
   detail.update(store);
+  findings.update(store);
   playground.update(store);
   showState(answer, hasRestarted);
 }
 
-/** Once, when the model is known: where nothing was served yet, what can be tried comes first. */
-function arrange({ server, cursor, open }) {
+/** Once, when the model is known: what can be asked of it, and what it has not. */
+function arrange({ server }) {
   isArranged = true;
   playground.begin(server.plays, server.model);
-  const isNew = cursor.split(".")[1] === "0" && !open.length;
-  if (isNew && server.plays) document.querySelector("main").prepend(byId("playground"));
+  document.body.dataset.model = server.plays ? "writes" : "encodes";
 }
 
 function showState({ server, engine }, hasRestarted) {
@@ -78,13 +78,15 @@ onKey(() => [poll, findings, whatIf, start].forEach((asker) => asker.wake()));
 
 const SHOWN = [
   "before", "queue:batch_slots", "queue:kv_blocks", "queue:token_budget", "queue:policy", "queue:step_in_flight",
-  "queue:paused", "queue:not_told", "prefill", "recompute", "decode", "decode_stall:policy", "preempted:kv_blocks", "deliver",
+  "queue:paused", "queue:not_told", "cpu_wait", "prefill", "recompute", "decode", "decode_stall:policy", "preempted:kv_blocks", "deliver",
   "client_wait", "unattributed",
 ];
 const EXAMPLES = {
-  "queue:policy": "policy, or a text that waits to be tokenised", "queue:paused": "paused, measuring, grammar, or engine busy or dead",
+  "queue:policy": "policy, or a text that waits to be tokenised", "queue:step_in_flight": "step in flight, or engine loop",
+  "queue:paused": "paused, measuring, grammar, or engine died", cpu_wait: "cpu wait, or engine stopped",
   "decode_stall:policy": "stalled, by cause", "preempted:kv_blocks": "preempted, by cause" };
-byId("colours").append(...SHOWN.map((key) => el("li", {}, el("i", { class: `swatch ${classOf(key)}` }), EXAMPLES[key] ?? shortLabel(key))));
+const WRITTEN = /decode|preempted|recompute|kv_blocks/; // what only a request that is answered with tokens meets
+byId("colours").append(...SHOWN.map((key) => el("li", { class: WRITTEN.test(key) ? "writes" : null }, el("i", { class: `swatch ${classOf(key)}` }), EXAMPLES[key] ?? shortLabel(key))));
 
 // ---- switches
 

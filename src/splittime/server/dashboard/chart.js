@@ -1,6 +1,6 @@
 /**
  * One chart over time, drawn as SVG: areas stacked by the second, or lines over dots. Its legend is its readout: it says
- * the values of the latest second, or of the one under the pointer (or reached by the arrow keys). All charts of the page
+ * the values of the latest second of which all is known, or of the one under the pointer (or reached by the arrow keys). All charts of the page
  * share that second (`instant`), so that one look compares them.
  */
 
@@ -11,7 +11,7 @@ import { areas, dots, line, niceTicks } from "./shapes.js";
 const HEIGHT = 148;
 const PAD = { left: 50, right: 6, top: 6, bottom: 18 };
 
-/** The second that is looked at: null is the latest. */
+/** The second that is looked at: null is the latest of which all is known. */
 export const instant = {
   at: null,
   charts: new Set(),
@@ -65,8 +65,8 @@ export class Chart {
 
   /**
    * Show seconds [from, to). series: [{key, label, className, values, title}], values by second, null for none.
-   * max: of the axis, if it is known. points: [[second, value], ...] under the lines. gaps: [[from, to], ...] in
-   * seconds, of which not all is known.
+   * max: of the axis, if it is known. least: it reaches at least so far. points: [[second, value], ...] under the
+   * lines. gaps: [[from, to, why], ...] in seconds, of which not all is known. nothing: what an empty chart says.
    */
   update(view) {
     this.view = view;
@@ -79,14 +79,14 @@ export class Chart {
     if (!this.view || this.width < PAD.left + PAD.right + 20) return;
     const { from, to, series } = this.view;
     const top = this.#top();
-    const { max: known } = this.view;
-    const ticks = known ? [0, known / 2, known] : top ? niceTicks(top) : [0];
+    const { max: known, least = 0, nothing = "nothing in this time" } = this.view;
+    const ticks = known ? [0, known / 2, known] : top ? niceTicks(Math.max(top, least)) : [0];
     const max = ticks.at(-1) || 1;
     const x = (at) => PAD.left + ((at - from) / (to - from)) * (this.width - PAD.left - PAD.right);
     const y = (value) => HEIGHT - PAD.bottom - (Math.min(value, max) / max) * (HEIGHT - PAD.top - PAD.bottom);
     const shapes = this.kind === "areas" ? areas(series, from, x, y) : this.#lines(x, y);
     const veils = this.#gaps(x);
-    const said = top || known || veils.length ? [] : [svg("text", { class: "tick middle", x: this.width / 2, y: HEIGHT / 2 }, "nothing in this time")];
+    const said = top || known || veils.length ? [] : [svg("text", { class: "tick middle", x: this.width / 2, y: HEIGHT / 2 }, nothing)];
     this.cursor = svg("line", { class: "cursor", y1: PAD.top, y2: HEIGHT - PAD.bottom, x1: -9, x2: -9 });
     this.x = x;
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
@@ -96,13 +96,21 @@ export class Chart {
   /** A veil over seconds of which not all is known, with a word where it fits: what is not kept is not zero. */
   #gaps(x) {
     const { from, to, gaps } = this.view;
-    const seen = gaps.map(([begin, end]) => [Math.max(begin, from), Math.min(end, to)]).filter(([begin, end]) => begin < end);
-    return seen.flatMap(([begin, end]) => {
+    const seen = gaps.map(([begin, end, why = "not kept"]) => [Math.max(begin, from), Math.min(end, to), why]).filter(([begin, end]) => begin < end);
+    return seen.flatMap(([begin, end, why]) => {
       const width = x(end) - x(begin);
       const veil = svg("rect", { class: "veil", x: x(begin), y: PAD.top, width, height: HEIGHT - PAD.top - PAD.bottom });
-      const words = svg("text", { class: "tick middle", x: x(begin) + width / 2, y: HEIGHT / 2 }, "not kept");
+      const words = svg("text", { class: "tick middle", x: x(begin) + width / 2, y: HEIGHT / 2 }, why);
       return width > 60 ? [veil, words] : [veil];
     });
+  }
+
+  /** The latest second of which all is known: in the last ones a step may still run. */
+  #latest() {
+    const { from, to } = this.view;
+    let at = to - 1;
+    while (at > from && !this.#isKept(at)) at--;
+    return this.#isKept(at) ? at : to - 1;
   }
 
   #isKept(at) {
@@ -111,7 +119,8 @@ export class Chart {
 
   #lines(x, y) {
     const { series, from, points } = this.view;
-    return [dots(points ?? [], x, y), ...series.map((one) => line(one, from, x, y))];
+    const lines = series.map((one) => line(one, from, x, y)); // where all are one, the first lies on the broader last
+    return [dots(points ?? [], x, y), ...lines.reverse()];
   }
 
   /** The largest value of the areas together, or of the lines: a dot may lie above its second's line, and is cut off. */
@@ -162,12 +171,12 @@ export class Chart {
     if (!this.view) return;
     const { from, to, series } = this.view;
     const isPast = instant.at !== null && instant.at >= from && instant.at < to;
-    const at = isPast ? instant.at : to - 1;
+    const at = isPast ? instant.at : this.#latest();
     for (const { key, values } of series) {
       const value = values[at - from];
       say(this.legend.get(key).value, value === null || value === undefined || !this.#isKept(at) ? DASH : this.format(value));
     }
-    say(this.when, isPast ? `${to - at} s ago` : "");
+    say(this.when, isPast || at < to - 1 ? `${to - at} s ago` : "");
     const x = isPast && this.x ? this.x(at + 0.5) : -9;
     this.cursor?.setAttribute("x1", x);
     this.cursor?.setAttribute("x2", x);

@@ -30,9 +30,13 @@ export class Charts {
     this.presence = add("Requests by stage or cause of waiting", "How many requests were in each, on average in each second.", "areas", mean, tickNumber);
     this.ttft = add("Time to first token", "From arrival until the first token was ready, the queue included: of streams and of whole answers. A dot is a request, at its end.", "lines", duration, tickDuration);
     this.tpot = add("Time per output token", "From the first token to the last, each as it was ready. A dot is a request, at its end.", "lines", duration, tickDuration);
+    for (const { figure } of [this.ttft, this.tpot]) figure.classList.add("writes");
     this.tokens = add("Tokens computed per second", "What the steps were made of.", "areas", count, tickNumber);
     this.engine = add("The engine's time", "Shares of each second; what is left was idle.", "areas", percent);
     this.blocks = add("KV blocks in use", "The most in any step of the second; the axis ends at all there are.", "areas", count);
+    this.blocks.figure.classList.add("writes");
+    this.e2e = add("Time to answer", "From first byte to last. A dot is a request, at its end.", "lines", duration, tickDuration);
+    this.e2e.figure.classList.add("encodes");
   }
 
   /** Draw the last `span` whole seconds, or as many as there is something to show of. */
@@ -41,8 +45,8 @@ export class Charts {
     const from = to - Math.min(span, Math.max(LEAST_S, to - store.earliestAt()));
     this.#presence(store, from, to);
     this.#latencies(store, from, to);
-    const gaps = store.gaps.steps;
-    this.tokens.update({ from, to, gaps, series: stepSeries(store, TOKENS, from, to, 1) });
+    const gaps = store.stepGaps();
+    this.tokens.update({ from, to, gaps, series: stepSeries(store, store.answer.server.plays ? TOKENS : TOKENS.slice(1), from, to, 1) });
     const parts = store.answer.engine.host_blocks_total ? [...ENGINE, COPIES] : ENGINE;
     this.engine.update({ from, to, gaps, max: 1, series: stepSeries(store, parts, from, to, 1e-9) });
     this.#blocks(store, from, to);
@@ -56,13 +60,14 @@ export class Charts {
     const small = found.filter((one) => sumOf(one) <= least);
     const series = large.map((one) => ({ ...one, label: shortLabel(one.key), className: classOf(one.key), title: meaning(one.key) }));
     if (small.length) series.push(together(small));
-    this.presence.update({ from, to, gaps: store.gaps.accounts, series });
+    this.presence.update({ from, to, gaps: store.gaps.accounts, least: 1, series });
   }
 
   #latencies(store, from, to) {
     const rows = store.recent(to - from + 1);
     const gaps = [[-Infinity, store.rowsFrom]];
-    for (const [chart, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"]]) {
+    const nothing = store.open.length ? `none ended in this time, ${count(store.open.length)} open` : undefined;
+    for (const [chart, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"], [this.e2e, "e2e_ns"]]) {
       const told = rows.filter((row) => row[field] !== null && row[field] !== undefined);
       const bySecond = new Map();
       for (const row of told) push(bySecond, Math.floor(row.end_ns / 1e9), row[field]);
@@ -74,14 +79,14 @@ export class Charts {
         title: `Of the requests that ended in the last ${RATE_S} s`,
         values: seconds(from, to, (at) => percentile(lastSeconds(bySecond, at), p)),
       }));
-      chart.update({ from, to, gaps, points, series });
+      chart.update({ from, to, gaps, points, nothing, series });
     }
   }
 
   #blocks(store, from, to) {
     const values = seconds(from, to, (at) => store.steps.get(at)?.blocks_used ?? 0);
     const series = [{ key: "blocks", label: "in use", className: "ink part-blocks", values }];
-    this.blocks.update({ from, to, gaps: store.gaps.steps, max: store.answer.engine.blocks_total || undefined, series });
+    this.blocks.update({ from, to, gaps: store.stepGaps(), max: store.answer.engine.blocks_total || undefined, series });
   }
 }
 

@@ -40,9 +40,15 @@ export class Findings {
     this.#timer = setTimeout(() => this.wake(), EVERY_MS);
   }
 
+  /** News of the store: how many are open, which no finding tells. */
+  update({ answer }) {
+    this.now = answer;
+  }
+
   #show(told) {
-    const text = JSON.stringify([told.findings, told.abstentions]);
-    say(byId("findings-note"), `from the latest ${plural(told.num_requests, "request")} and ${plural(told.num_steps, "step")}`);
+    const words = told.thin ? tooLittle(told, this.now) : told.withheld ? "Withheld: too much of the requests' time is unexplained." : "Nothing found that a change would cure.";
+    const text = JSON.stringify([told.findings, told.abstentions, words]);
+    say(byId("findings-note"), `from the latest ${plural(told.num_requests, "ended request")} and ${plural(told.num_steps, "step")}`);
     say(byId("time-went"), timeWent(told.spent));
     const isRead = this.list.matches(":hover") || this.list.contains(document.activeElement);
     if (text === this.#told || (isRead && this.#told)) return; // what is being read stays as it is
@@ -50,9 +56,8 @@ export class Findings {
     const open = new Set([...this.list.querySelectorAll("details[open]")].map((details) => details.dataset.name));
     const items = told.findings.map((finding) => this.#item(finding));
     const abstained = told.abstentions.map(({ name, why }) => `${spoken(name)}: ${why}`);
-    const words = told.thin ? "Too little was seen to say anything yet." : told.withheld ? "Withheld: too much of the requests' time is unexplained." : "Nothing found that a change would cure.";
     const healthy = el("li", { class: "empty" }, words);
-    this.list.replaceChildren(...(items.length ? items : [healthy]), ...abstentions(abstained));
+    this.list.replaceChildren(...(items.length ? items : [healthy]), ...(told.thin ? [] : abstentions(abstained)));
     for (const details of this.list.querySelectorAll("details")) details.open = open.has(details.dataset.name);
   }
 
@@ -92,6 +97,15 @@ const MIN_TOLD = 0.05; // as `splittime doctor` tells it in its first lines
 function timeWent(spent) {
   const told = spent.filter(({ share }) => share >= MIN_TOLD).map(({ owner, share }) => `${percent(share)} ${owner}`);
   return told.length ? `Where the requests' time went: ${told.join(", ")}` : "";
+}
+
+/** What is said where no rule has enough to go by: under overload those that are open say most. */
+function tooLittle(told, now) {
+  const open = now?.server.open_requests ?? 0;
+  const causes = Object.entries(now?.engine.waiting_for ?? {}).sort((a, b) => b[1] - a[1]).map(([cause, number]) => `${count(number)} for ${spoken(cause)}`);
+  if (!open && !told.num_requests) return "Nobody has asked yet. Once requests have ended, it says here where their time went, and what would cure it.";
+  const waits = causes.length ? `, of which ${count(now.engine.num_waiting)} wait: ${causes.join(", ")}` : "";
+  return `Too few requests have ended to say more${open ? `; ${plural(open, "request")} ${open === 1 ? "is" : "are"} open${waits}` : ""}.`;
 }
 
 const spoken = (name) => name.replaceAll("_", " ");

@@ -64,7 +64,7 @@ export class Playground {
   #forget() {
     if (this.#abort) return;
     this.#messages = [];
-    this.output.replaceChildren(el("p", { class: "empty" }, this.#isChat ? "Say something to the model: Enter sends." : "The model goes on with your text: Ctrl and Enter send."));
+    this.output.replaceChildren(el("p", { class: "empty" }, this.#isChat ? "Say something to the model: Enter sends. Where the time of its answer went, with causes, stands beside it then." : "The model goes on with your text: Ctrl and Enter send."));
     this.output.classList.toggle("code", !this.#isChat);
     say(byId("play-label"), this.#isChat ? "Message" : "Text");
     show(byId("play-new"), this.#isChat);

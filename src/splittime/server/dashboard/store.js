@@ -6,6 +6,8 @@
 import { coarse } from "./words.js";
 
 const MAX_ROWS = 2000;
+const MOST_BETWEEN_S = 3; // what is seen holds for so long before: the page asks once a second
+const NOT_TOLD = "queue:not_told";
 const PEAKS = new Set(["running", "waiting", "blocks_used"]);
 
 /** A request may come twice under one id; its start tells the two apart. */
@@ -26,6 +28,8 @@ export class Store {
     this.before = null;
     this.numLeftOut = 0;
     this.gaps = { steps: [], accounts: [] }; // [from, to) in seconds, of which not all is known
+    this.stepsUntil = -Infinity; // the second before which no step has anything to tell any more
+    this.waited = new Map(); // second -> how many in the engine's queue waited for what
     this.rowsFrom = -Infinity; // the second from which on all rows are kept
   }
 
@@ -44,6 +48,7 @@ export class Store {
     this.#drop();
     addPresence(this.presence, answer.presence);
     this.presenceOpen = addPresence(new Map(), answer.presence_open);
+    this.#tellCauses(lastAt, answer.engine);
     this.#addSteps(answer);
     this.#forget(this.nowAt - answer.horizon_s);
   }
@@ -54,6 +59,23 @@ export class Store {
     if (what === "accounts") this.rowsFrom = Math.max(this.rowsFrom, firstAt + 1);
   }
 
+  /**
+   * Why an open request waits is told when it leaves the queue; how many wait for what, at once. So the seconds that the
+   * page has seen are told by the latter, and what it leaves of them is of who waits for a step that has begun.
+   */
+  #tellCauses(lastAt, { waiting_for: causes }) {
+    for (let at = Math.max(lastAt + 1, this.nowAt - MOST_BETWEEN_S); at <= this.nowAt; at++) this.waited.set(at, causes);
+    const untold = this.presenceOpen.get(NOT_TOLD) ?? new Map();
+    for (const [at, ns] of untold) {
+      const told = Object.entries(this.waited.get(at) ?? {}).filter(([cause]) => cause !== "not_told");
+      const scale = Math.min(1e9, ns / told.reduce((sum, [, number]) => sum + number, 0));
+      for (const [cause, number] of told) {
+        addPresence(this.presenceOpen, { [`queue:${cause}`]: [[at, number * scale]] });
+        untold.set(at, Math.max(0, untold.get(at) - number * scale));
+      }
+    }
+  }
+
   #drop() {
     for (const [key, row] of this.rows) {
       if (this.rows.size <= MAX_ROWS) break;
@@ -62,7 +84,7 @@ export class Store {
     }
   }
 
-  #addSteps({ step_fields: fields, step_bins: bins }) {
+  #addSteps({ step_fields: fields, step_bins: bins, engine, server }) {
     for (const bin of bins) {
       const known = this.steps.get(bin[0]) ?? {};
       fields.forEach((name, i) => {
@@ -70,10 +92,12 @@ export class Store {
       });
       this.steps.set(bin[0], known);
     }
+    const isBusy = engine.num_running > 0 && !engine.is_paused && server.is_ready;
+    this.stepsUntil = isBusy ? Math.max(this.stepsUntil, bins.at(-1)?.[0] ?? -Infinity) : this.nowAt;
   }
 
   #forget(beforeAt) {
-    for (const bins of [...this.presence.values(), this.steps]) {
+    for (const bins of [...this.presence.values(), this.steps, this.waited]) {
       for (const at of bins.keys()) if (at < beforeAt) bins.delete(at);
     }
     for (const [key, bins] of this.presence) if (!bins.size) this.presence.delete(key);
@@ -82,6 +106,11 @@ export class Store {
   /** Mean number of requests in a stage during a second. */
   present(key, at) {
     return ((this.presence.get(key)?.get(at) ?? 0) + (this.presenceOpen.get(key)?.get(at) ?? 0)) / 1e9;
+  }
+
+  /** The seconds of which steps do not tell all: what is not kept, and those in which one still runs. */
+  stepGaps() {
+    return Number.isFinite(this.stepsUntil) ? [...this.gaps.steps, [this.stepsUntil, Infinity, "a step runs"]] : this.gaps.steps;
   }
 
   /** The first second of which anything is known. */

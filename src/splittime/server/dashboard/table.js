@@ -30,11 +30,11 @@ export class Table {
 
   #makeHead() {
     const head = byId("grid-head");
-    COLUMNS.forEach(({ title, field, hint, name }) => {
+    COLUMNS.forEach(({ title, field, hint, name, of = "" }) => {
       const button = field
         ? el("button", { type: "button", onclick: () => this.#sortBy(field) }, title)
         : el("span", {}, title);
-      head.append(el("span", { role: "columnheader", class: `cell ${name}`, title: hint, "data-field": field }, button));
+      head.append(el("span", { role: "columnheader", class: `cell ${name} ${of}`, title: hint, "data-field": field }, button));
     });
     this.#showSort();
   }
@@ -125,6 +125,7 @@ export class Table {
       else line.hide();
     });
     show(byId("grid-empty"), !this.#lines.length);
+    this.grid.classList.toggle("is-empty", !this.#lines.length);
     this.#pointAtActive();
   }
 

@@ -10,9 +10,9 @@ export const COLUMNS = [
   { name: "id", title: "Request", text: (row) => row.id },
   { name: "end", title: "End", field: "finish_reason", hint: "Why it ended", text: (row) => endOf(row) },
   { name: "prompt", title: "Prompt", field: "prompt_tokens", hint: "Tokens of the prompt; those the prefix cache had, behind +", text: promptOf },
-  { name: "output", title: "Output", field: "output_tokens", hint: "Tokens of the answer", text: (row) => count(row.output_tokens) },
-  { name: "ttft", title: "TTFT", field: "ttft_ns", hint: "Time until the client had the first token: of an answer that is not streamed, until all of it", text: (row) => duration(row.ttft_ns) },
-  { name: "tpot", title: "TPOT", field: "tpot_ns", hint: "Time per output token after the first", text: (row) => duration(row.tpot_ns) },
+  { name: "output", title: "Output", of: "writes", field: "output_tokens", hint: "Tokens of the answer", text: (row) => count(row.output_tokens) },
+  { name: "ttft", title: "TTFT", of: "writes", field: "ttft_ns", hint: "Time until the client had the first token: of an answer that is not streamed, until all of it", text: (row) => duration(row.ttft_ns) },
+  { name: "tpot", title: "TPOT", of: "writes", field: "tpot_ns", hint: "Time per output token after the first", text: (row) => duration(row.tpot_ns) },
   { name: "total", title: "Total", field: "e2e_ns", hint: "From first byte to last", text: (row) => duration(row.e2e_ns) },
   { name: "stages", title: "Time by stage" },
 ];
@@ -21,7 +21,7 @@ let numLines = 0;
 
 export class TableRow {
   constructor(parent) {
-    this.cells = COLUMNS.map(({ name }) => el("span", { role: "gridcell", class: `cell ${name}` }));
+    this.cells = COLUMNS.map(({ name, of = "" }) => el("span", { role: "gridcell", class: `cell ${name} ${of}` }));
     this.bar = this.cells.at(-1).appendChild(el("span", { class: "bar" }));
     this.element = el("div", { role: "row", class: "line", id: `line-${numLines++}` }, ...this.cells);
     parent.append(this.element);

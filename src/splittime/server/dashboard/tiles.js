@@ -1,4 +1,4 @@
-/** How things are now: six figures, each with what it is measured against. */
+/** How things are now: a few figures, each with what it is measured against. A model that only encodes writes no tokens. */
 
 import { el, say } from "./dom.js";
 import { DASH, amount, count, duration, percent } from "./format.js";
@@ -10,20 +10,22 @@ const RECENT_S = 60;
 
 export class Tiles {
   constructor(host) {
-    const tile = (title, hint) => {
+    const tile = (title, hint, of = "") => {
       const value = el("b", { class: "value" }, DASH);
       const unit = el("span", { class: "unit" });
       const note = el("p", { class: "note" }, " ");
       const gauge = el("div", { class: "gauge" });
-      host.append(el("div", { class: "tile", title: hint }, el("h3", {}, title), el("p", {}, value, unit), gauge, note));
+      host.append(el("div", { class: `tile ${of}`, title: hint }, el("h3", {}, title), el("p", {}, value, unit), gauge, note));
       return { value, unit, note, gauge };
     };
     this.running = tile("Running", "Requests in the batch, of as many as max_num_seqs allows");
     this.waiting = tile("Waiting", "Requests in the engine's queue now; the bar and the words: what they wait for");
-    this.blocks = tile("KV blocks", "Blocks of the KV cache that requests hold, of all there are");
-    this.tokens = tile("Output tokens/s", "Since the last look; below: prompt tokens, and how many of them the prefix cache had");
-    this.ttft = tile("First token p50", `From arrival until the first token was ready, of the requests that ended in the last ${RECENT_S} s: of streams and of whole answers`);
-    this.tpot = tile("Per token p50", `From the first token to the last, each as it was ready, of the requests that ended in the last ${RECENT_S} s`);
+    this.blocks = tile("KV blocks", "Blocks of the KV cache that requests hold, of all there are", "writes");
+    this.tokens = tile("Output tokens/s", "Since the last look; below: prompt tokens, and how many of them the prefix cache had", "writes");
+    this.prompts = tile("Prompt tokens/s", "Since the last look", "encodes");
+    this.ttft = tile("First token p50", `From arrival until the first token was ready, of the requests that ended in the last ${RECENT_S} s: of streams and of whole answers`, "writes");
+    this.tpot = tile("Per token p50", `From the first token to the last, each as it was ready, of the requests that ended in the last ${RECENT_S} s`, "writes");
+    this.e2e = tile("Answer p50", `From first byte to last, of the requests that ended in the last ${RECENT_S} s`, "encodes");
   }
 
   update(store) {
@@ -33,6 +35,7 @@ export class Tiles {
     this.#queue(engine, server);
     say(this.tokens.value, amount(store.rate("output_tokens")));
     say(this.tokens.note, this.#prompts(store));
+    say(this.prompts.value, amount(store.rate("prompt_tokens")));
     this.#latency(store);
   }
 
@@ -52,7 +55,7 @@ export class Tiles {
     this.waiting.gauge.replaceChildren(...(causes.length ? [stageBar(causes)] : []));
     const wait = server.predicted_wait_ms;
     const words = causesInWords(causes);
-    say(this.waiting.note, causes.length && wait !== null ? `${words} · next ≈ ${duration(wait * 1e6)} by ${server.wait_estimate}` : words);
+    say(this.waiting.note, causes.length && wait !== null ? `${words} · the next would wait ≈ ${duration(wait * 1e6)}` : words);
     this.waiting.note.title = whoSaysSo(server);
   }
 
@@ -66,13 +69,27 @@ export class Tiles {
   #latency(store) {
     const seconds = Math.max(1, Math.min(RECENT_S, store.nowAt - store.rowsFrom));
     const rows = store.recent(seconds);
-    for (const [tile, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"]]) {
+    for (const [tile, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"], [this.e2e, "e2e_ns"]]) {
       const values = rows.map((row) => row[field]);
       say(tile.value, duration(percentile(values, 50)));
       const told = values.filter((value) => value !== null).length;
-      say(tile.note, told ? `p99 ${duration(percentile(values, 99))} · ${count(told)} in ${seconds} s` : `none ended in ${seconds} s`);
+      const words = [told ? `${highest(values, told)} · ${count(told)} in ${seconds} s` : `none ended in ${seconds} s`];
+      if (tile === this.ttft) words.push(...stillWaiting(store, percentile(values, 99) ?? 0));
+      say(tile.note, words.join(" · "));
     }
   }
+}
+
+/** Of fewer than 100 the 99th percentile is the longest, and is called so. */
+function highest(values, told) {
+  return `${told < 100 ? "longest" : "p99"} ${duration(percentile(values, 99))}`;
+}
+
+/** Under overload nobody ends, or only who came early: what those without a first token have waited is told then. */
+function stillWaiting({ open }, endedNs) {
+  const waiting = open.filter((row) => !row.output_tokens);
+  const longestNs = Math.max(0, ...waiting.map((row) => row.e2e_ns));
+  return longestNs > endedNs ? [`${count(waiting.length)} still without, for up to ${duration(longestNs)}`] : [];
 }
 
 /** Who predicts the wait, and how far off that model has been. */

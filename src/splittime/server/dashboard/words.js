@@ -5,7 +5,7 @@
 
 const ORDER = [
   "receive", "tokenize_queue", "tokenize", "admit", "cache", "route", "upstream", "network", "handoff", "queue", "prefill", "prefill_stall", "preempted",
-  "recompute", "decode", "decode_stall", "deliver", "client_wait", "unattributed",
+  "recompute", "decode", "decode_stall", "deliver", "client_wait", "unattributed", "cpu_wait", "engine_stopped", "garbage_collection",
 ];
 const CAUSES = [
   "texts_before", "worker_start", "batch_slots", "kv_blocks", "token_budget", "policy", "grammar", "kv_export", "kv_transfer", "kv_import", "paused", "step_in_flight",
