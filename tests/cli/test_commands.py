@@ -195,6 +195,20 @@ def test_a_flag_that_stands_elsewhere_is_told_where(words, place):
     assert result.stderr.rstrip().endswith(f"Error: No such option: {flag}{': ' * bool(place)}{place}"), result.stderr
 
 
+def test_of_flags_that_are_like_a_typing_error_the_nearest_is_named():
+    assert invoke("serve", "--prt", "80").stderr.rstrip().endswith("No such option: --prt (Possible options: --port)")
+
+
+def test_an_argument_that_may_be_left_out_has_one_pair_of_brackets():
+    for command in ("explain", "doctor", "incident", "check-template"):
+        assert "[[" not in invoke(command, "--help").stdout
+    assert invoke("explain", "--help").stdout.startswith("Usage: splittime explain [OPTIONS] [URL] [REQUEST_ID]\n")
+
+
+def test_who_asks_for_a_chat_gets_the_command_that_chats():
+    assert invoke("chat", "--help").stdout == invoke("run", "--help").stdout
+
+
 def test_a_fault_of_a_commands_module_is_no_unknown_command(monkeypatch):
     def fault(name):
         raise KeyError(name)

@@ -127,7 +127,7 @@ def test_a_healthy_one_and_a_thin_one(well, tmp_path):
     result = invoke("doctor", str(path), "--limit", "5")
     assert result.exit_code == 3
     assert "requests served: only 5" in " ".join(result.stdout.split())
-    untold = result.stdout.partition("Could not be told\n")[2]
+    untold = result.stdout.partition("Could not be told, or would not help\n")[2]
     assert " more: requests served: only 5" in " ".join(untold.split())  # a few of many names
     assert len(untold.splitlines()) < 12
     assert invoke("doctor", str(path), "--limit", "1").stdout.startswith("1 request, ")
@@ -151,6 +151,10 @@ def test_a_run_of_a_bench(well, tmp_path):
         (("doctor", "--url", "ftp://127.0.0.1"), 2, "a server is named as in http://127.0.0.1:8000"),
         (("doctor", "a.sqlite", "--url", "http://127.0.0.1:9"), 2, "give a source or --url, one of them"),
         (("doctor", __file__), 2, "neither a ledger file nor a run"),
+        (("explain", "http://127.0.0.1:9", "x"), 4, "Name another with --url"),
+        (("explain", "http://127.0.0.1:9", "x", "--url", "http://127.0.0.1:9"), 2, "one URL and one REQUEST_ID"),
+        (("explain", "x", "y"), 2, "one URL and one REQUEST_ID"),
+        (("explain", "http://127.0.0.1:9"), 2, "REQUEST_ID or --slowest"),
         (("explain",), 2, "REQUEST_ID or --slowest"),
         (("explain", "x", "--slowest", "2"), 2, "REQUEST_ID or --slowest"),
     ],
@@ -213,6 +217,7 @@ def test_a_live_server(server):
 def test_the_slowest_of_a_server(server, ill):
     url, _ = server
     result = invoke("explain", "--slowest", "2", "--url", url, "--api-key", "k")
+    assert invoke("explain", url, "--slowest", "2", "--api-key", "k").stdout == result.stdout  # as doctor and bench
     assert result.exit_code == 0, result.stderr
     slowest = sorted(ill.accounts, key=derive.e2e_ns)[-2:]
     assert all(account.request_id in result.stdout for account in slowest)

@@ -65,7 +65,7 @@ def test_the_usual_request_has_nothing_to_tell():
 def test_too_few_others_are_said_to_be_too_few():
     books = Ward().run(*spaced(MIN_OTHERS))
     comparison = compare(books.accounts[0], books)
-    assert comparison.thin == f"{MIN_OTHERS - 1} other requests of 17-32 prompt tokens; {MIN_OTHERS} are the least"
+    assert comparison.thin == f"only {MIN_OTHERS - 1} others of 17-32 prompt tokens; it takes {MIN_OTHERS}"
     assert comparison.differences == ()
     assert compare(books.accounts[0], Ward().run(*spaced(MIN_OTHERS + 1))).thin is None
 

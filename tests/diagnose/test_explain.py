@@ -80,6 +80,11 @@ def test_one_name_has_one_figure_and_the_lines_sum():
         by = {name: float(ms) for ms, name in re.findall(r"([\d.]+) ms ([\w() ]+)", whole)}
         assert {name for name in by.keys() & table.keys() if abs(by[name] - table[name]) > 2e-3} == set()
         assert min(by.values()) > 0
+        assert sum(by.values()) == pytest.approx(derive.e2e_ns(account) / 1e6, abs=0.02)
+        small = [ns for ns in owned.values() if ns < 0.01 * derive.e2e_ns(account)]
+        assert len(by) == len(owned) - len(small) + (sum(small) >= 500), whole
+        if sum(small) >= 500:
+            assert whole.endswith(f"{sum(small) / 1e6:.3f} ms {len(small)} other{'s' * (len(small) > 1)}")
     assert {"engine_stopped", "queue: batch_slots"} <= told.keys() | table.keys()
 
 

@@ -69,7 +69,7 @@ def test_asked_to_it_measures_again_and_remembers_that(memory):
 def test_what_was_measured_beside_others_is_not_kept(memory, calm):
     measure, calls = counted()
     calm[0] = 0.8
-    assert "measured beside 0.8 busy cores of others, so not kept" in ask(memory(), measure)[1]
+    assert "measured beside 0.8 busy cores of others: maybe off, and not kept" in ask(memory(), measure)[1]
     calm[0] = 0.0
     assert ask(memory(), measure)[1] == "remembered for the next start"
     assert len(calls) == 2

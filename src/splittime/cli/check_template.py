@@ -38,7 +38,7 @@ Exit codes: 0 each history comes back, 1 one is computed again,
 
 @options.fails_clearly
 def check_template(
-    source: str | None = options.argument("[MODEL|FILE.jinja]", "Whose chat template. Default: the model of serve."),
+    source: str | None = options.argument("MODEL|FILE.jinja", "Whose chat template. Default: the model of serve."),
     costs: str | None = options.flag("FILE", "A ledger or a calibration: what its server takes for the tokens."),
     json: options.JsonFlag = False,
 ) -> None:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import orjson
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from splittime import __version__
 from splittime.attach.settings import KNOBS, setting_of
 from splittime.cli import options
-from splittime.cli.explain import DEFAULT_URL, without_controls
+from splittime.cli.explain import DEFAULT_URL
 from splittime.cli.progress import loading
 from splittime.core.errors import ConfigError, EngineError, NotFound
 from splittime.core.files import SQLITE, begins_with
@@ -66,7 +65,7 @@ Exit codes: 0 nothing found, 1 something found, 2 usage, 3 cannot tell,
 @options.fails_clearly
 def doctor(
     source: str | None = options.argument(
-        "[URL|LEDGER.sqlite|RUN.json|INCIDENT.zip]", f"What to look at. Default: {DEFAULT_URL}"
+        "URL|LEDGER.sqlite|RUN.json|INCIDENT.zip", f"What to look at. Default: {DEFAULT_URL}"
     ),
     url: str | None = options.flag("URL", "The server to ask, as explain has it."),
     limit: int = options.flag("N", "The latest so many requests.", LATEST, min=1, max=MAX_LIMIT),
@@ -94,7 +93,7 @@ def doctor(
         options.write_data(orjson.dumps(diagnosis.as_json()))
     else:
         asked = _asked(source or base_of(url or DEFAULT_URL), books)
-        Console(highlight=False, soft_wrap=True).print(without_controls(diagnosis_text(diagnosis, asked)))
+        options.CleanConsole(highlight=False, soft_wrap=True).print(diagnosis_text(diagnosis, asked))
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -301,7 +300,7 @@ def _untold(diagnosis: Diagnosis) -> Text:
     by_reason: dict[str, list[str]] = {}
     for abstention in diagnosis.abstentions:
         by_reason.setdefault(abstention.why, []).append(abstention.name)
-    text = Text("\nCould not be told\n" if by_reason else "", style="bold not dim")
+    text = Text("\nCould not be told, or would not help\n" if by_reason else "", style="bold not dim")
     for why, names in by_reason.items():
         few = names if len(names) <= MOST_NAMES else [*names[: MOST_NAMES - 1], f"{len(names) - MOST_NAMES + 1} more"]
         text.append(_wrapped(f"- {', '.join(few)}: {why}", "  ", "    "), style="dim not bold")

@@ -1,15 +1,16 @@
-"""`splittime explain [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a ledger file."""
+"""`splittime explain [URL] [REQUEST_ID]`: one request's life, and why it was slow, from a running server or a file."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import orjson
-from rich.console import Console
 from rich.text import Text
 
-from splittime.cli.options import ASKING_CODES, JsonFlag, argument, fails_clearly, flag, talk, write_data
+from splittime.cli.options import ASKING_CODES, CleanConsole, JsonFlag, argument, fails_clearly, flag, talk, write_data
 from splittime.core.errors import ConfigError
 from splittime.diagnose.attribution import owners_between
 from splittime.diagnose.bill import bill, billed_to
@@ -21,7 +22,7 @@ from splittime.diagnose.known_prompts import computed_again
 from splittime.ledger.account import ClosedAccount
 from splittime.ledger.account_json import account_json
 from splittime.ledger.steps import device_time
-from splittime.wire.target import base_of, get_json
+from splittime.wire.target import base_of, get_json, is_url
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 NOBODY = "Is `splittime serve` running there? Name another with --url, or a file with --ledger."
@@ -37,33 +38,31 @@ Examples:
 
 @fails_clearly
 def explain(
-    request_id: str | None = argument("[REQUEST_ID]", "The id in the response, or of one of its choices."),
+    source: str | None = argument("URL", "The server to ask, as --url has it. May be left out."),
+    request_id: str | None = argument("REQUEST_ID", "The id in the response, or of one of its choices."),
     slowest: int | None = flag("N", "The N slowest instead of an id.", min=1, max=100),
-    url: str = flag("URL", "The server to ask.", DEFAULT_URL),
+    url: str | None = flag("URL", f"The server to ask. Default: {DEFAULT_URL}"),
     ledger: Path | None = flag("FILE", "Read this file instead."),
     api_key: str | None = flag("KEY", "The server's.", envvar="SPLITTIME_API_KEY"),
     json: JsonFlag = False,
 ) -> None:
     """Show where a request's time went, why it waited, and what made it slower than its like."""
+    if source is not None and request_id is None and not is_url(source):
+        source, request_id = None, source
+    if source is not None and (url is not None or not is_url(source)):
+        raise ConfigError("give one URL and one REQUEST_ID", param="url", value=source)
     if (request_id is None) == (slowest is None):
         raise ConfigError("give a REQUEST_ID or --slowest N, one of them", param="request_id")
-    found = _find(request_id, slowest, url, ledger, api_key)
+    question, base = AccountQuestion(request_id, slowest), base_of(source or url or DEFAULT_URL)
+    if ledger is not None:
+        found = accounts_from_file(ledger, question)
+    else:
+        get = partial(get_json, api_key=api_key, nobody=NOBODY)
+        found = accounts_from_server(base, question, get, partial(_operators, get))
     if json:
         write_data(orjson.dumps(_as_json(found)))
         return
     _print(found)
-
-
-def _find(
-    request_id: str | None, slowest: int | None, url: str, ledger: Path | None, api_key: str | None
-) -> FoundAccounts:
-    question = AccountQuestion(request_id, slowest)
-    if ledger is not None:
-        return accounts_from_file(ledger, question)
-    base = base_of(url)
-    return accounts_from_server(
-        base, question, lambda asked: get_json(asked, api_key, NOBODY), lambda asked: _operators(asked, api_key)
-    )
 
 
 def _as_json(found: FoundAccounts) -> dict[str, Any]:
@@ -84,14 +83,14 @@ def _as_json(found: FoundAccounts) -> dict[str, Any]:
 
 
 def _print(found: FoundAccounts) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = CleanConsole(highlight=False, soft_wrap=True)
     if found.simulated:
-        console.print(without_controls(Text(f"Simulated, with {found.simulated}\n", style="bold yellow")))
+        console.print(Text(f"Simulated, with {found.simulated}\n", style="bold yellow"))
     for account in found.accounts:
-        console.print(without_controls(explain_account(account, found.books)))
-        console.print(without_controls(comparison_text(compare(account, found.books))))
+        console.print(explain_account(account, found.books))
+        console.print(comparison_text(compare(account, found.books)))
         if (path := _path(account, found)) is not None:
-            console.print(without_controls(explain_trace(path)))
+            console.print(explain_trace(path))
 
 
 def _path(account: ClosedAccount, found: FoundAccounts) -> CriticalPath | None:
@@ -100,17 +99,10 @@ def _path(account: ClosedAccount, found: FoundAccounts) -> CriticalPath | None:
     return critical_path(account, found.hops, found.books) if is_in_one else None
 
 
-def without_controls(text: Text) -> Text:
-    """The text with a mark in place of each character that would move a terminal's cursor, colour it, or turn its
-    direction: ids and error messages are what clients sent."""
-    shown = "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.plain)
-    return Text(shown, style=text.style, spans=text.spans)
-
-
-def _operators(url: str, api_key: str | None) -> Any:
+def _operators(get: Callable[[str], Any], url: str) -> Any:
     """Returns {} for a key that may read its own accounts but not this, which tells of everybody's requests."""
     try:
-        return get_json(url, api_key, NOBODY)
+        return get(url)
     except ConfigError:
         talk().print(f"Without {urlsplit(url).path}, which is the operator's to read.", style="dim")
         return {}

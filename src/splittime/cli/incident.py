@@ -35,7 +35,7 @@ Examples:
 
 @fails_clearly
 def incident(
-    sources: list[str] | None = argument("[URL|LEDGER.sqlite|FOLDER]...", "What to ask and to read."),
+    sources: list[str] | None = argument("URL|LEDGER.sqlite|FOLDER", "What to ask and to read."),
     out: Path | None = flag("FILE", "The file. Default: incident-TIME.zip, here."),
     since: str | None = flag("TIME", "Requests from then on, as 2026-11-27T09:00 (UTC)."),
     until: str | None = flag("TIME", "Requests until then."),

@@ -115,7 +115,7 @@ class LazyGroup(CommandGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """As of any group; some programs have words for these."""
         first, rest = "".join(args[:1]), args[1:]
-        words = {"version": ["--version"], "list": [ALL], "help": [*rest, "--help"]}
+        words = {"version": ["--version"], "list": [ALL], "help": [*rest, "--help"], "chat": ["run", *rest]}
         return super().parse_args(ctx, words.get(first, args))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

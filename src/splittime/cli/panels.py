@@ -119,8 +119,10 @@ class ExamplesFirst:
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc]
         except _UsageError as error:
-            if hasattr(error, "possibilities") and (place := _place_of(self, error.option_name)) is not None:
-                error.message, error.possibilities = f"{error.message}: {place}", []
+            if hasattr(error, "possibilities"):
+                place = _place_of(self, error.option_name)
+                error.message += f": {place}" if place else ""
+                error.possibilities = error.possibilities[:1] if place is None else []  # the nearest is the first
             raise
 
     def format_help(self: Any, ctx: "Context", formatter: "HelpFormatter") -> None:

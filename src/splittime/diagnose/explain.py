@@ -52,7 +52,8 @@ BAR_COLUMNS = 60
 LEGEND_PER_LINE = 3
 MAX_NEIGHBOURS = 5
 MAX_BILLED = 3
-COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)  # as owners they have the device's part of their steps alone
+MIN_TOLD = 0.01  # of the time that is divided among owners
+COMPUTED = (Stage.PREFILL, Stage.DECODE, Stage.RECOMPUTE)  # as owners they have the forward pass of their steps alone
 _LOOKS: dict[Stage, tuple[str, str]] = {  # of each stage its letter in a bar, and its colour
     Stage.RECEIVE: ("r", "cyan"),
     Stage.TOKENIZE_QUEUE: ("w", "red"),
@@ -217,10 +218,13 @@ def _again(account: ClosedAccount, books: Books) -> Iterator[str]:
 
 
 def owners_sentence(of: str, books: Books, account: ClosedAccount, begin_ns: int, end_ns: int) -> str:
-    """Returns whose this part of the request's time was, the longest first, as the doctor counts it."""
+    """Returns whose this part of the request's time was, the longest first, as the doctor counts; small ones as one."""
     found = owners_between(books, account, begin_ns, end_ns)
-    names = {owner: f"{owner} (device)" if owner in COMPUTED else owner for owner in found}
-    return f"{of}: {'; '.join(f'{ns / 1e6:.3f} ms {names[owner]}' for owner, ns in found.items() if ns >= 500)}."
+    large = {owner: ns for owner, ns in found.items() if ns >= MIN_TOLD * (end_ns - begin_ns)}
+    told = [f"{ns / 1e6:.3f} ms {owner}{' (forward pass)' * (owner in COMPUTED)}" for owner, ns in large.items()]
+    rest_ns = sum(found.values()) - sum(large.values())
+    told += [f"{rest_ns / 1e6:.3f} ms {many(len(found) - len(large), 'other')}"] if rest_ns >= 500 else []
+    return f"{of}: {'; '.join(told)}."
 
 
 def _tokens(account: ClosedAccount, steps: Sequence[StepRecord], books: Books) -> Text:
@@ -250,7 +254,7 @@ def _steps_of_stall(account: ClosedAccount, stall: derive.Stall, steps: Sequence
     took = f"{in_ms(longest.end_ns - longest.begin_ns)} ms ({_device(longest, books)}{_how(longest)})"
     held = f"{longest.prefill_tokens} prefill and {many(longest.decode_tokens, 'decode token')}"
     ran = f"{many(len(during), 'step')} ran meanwhile"
-    text = Text(wrapped(f"{ran}, the longest was {longest.step_id}: {took}, {held}."))
+    text = Text(wrapped(f"{ran}, the longest was step {longest.step_id}: {took}, {held}."))
     begin_ns, end_ns = account.token_ready_ns[stall.token_index - 1 : stall.token_index + 1]
     text.append(wrapped(owners_sentence("Of the gap", books, account, begin_ns, end_ns)))
     for request_id, start, num_tokens in sorted(others, key=lambda row: -row[2])[:MAX_NEIGHBOURS]:
@@ -330,7 +334,7 @@ def compare(account: ClosedAccount, books: Books) -> MedianComparison:
     others = [a for a in books.accounts if a.request_id != account.request_id and is_whole(a)]
     others = [a for a in others if derive.prompt_bucket(a.prompt_tokens) == bucket]
     enough = len(others) >= MIN_OTHERS
-    thin = None if enough else f"{len(others)} other requests of {bucket} prompt tokens; {MIN_OTHERS} are the least"
+    thin = None if enough else f"only {many(len(others), 'other')} of {bucket} prompt tokens; it takes {MIN_OTHERS}"
     return MedianComparison(
         request_id=account.request_id,
         bucket=bucket,
@@ -351,12 +355,7 @@ def _differences(account: ClosedAccount, others: Sequence[ClosedAccount], books:
 
 
 def _difference(
-    account: ClosedAccount,
-    others: Sequence[ClosedAccount],
-    books: Books,
-    key: Told,
-    own_ns: int,
-    usual_ns: float,
+    account: ClosedAccount, others: Sequence[ClosedAccount], books: Books, key: Told, own_ns: int, usual_ns: float
 ) -> Difference:
     named = [charge for charge in bill(account, books, key) if charge.request_id and charge.ns >= WORTH_TELLING_NS]
     blamed = tuple(named[:MAX_BLAMED])

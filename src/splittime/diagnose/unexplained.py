@@ -94,7 +94,8 @@ def _about(owners: set[Owner], abstentions: Sequence[Abstention]) -> list[Absten
 
 def _what_remains(asked: Collection[str], reasons: Collection[str]) -> str:
     """asked: those of the rules in reasons that looked."""
-    refuted = "What usually helps was asked and would not (see above). " if asked else ""
-    unknown = "What might help could not be asked (see above). " if len(asked) < len(reasons) else ""
+    refuted = f"What usually helps would not here: {', '.join(sorted(asked))}. " if asked else ""
+    others = ", ".join(name for name in reasons if name not in asked)
+    unknown = f"What might help could not be asked: {others}. " if others else ""
     look = "Look at the requests named here (`splittime explain`); a lower rate or a second server always helps."
     return refuted + unknown + look

@@ -159,7 +159,10 @@ class StartMemory:
         found = measure()
         others = watch.busy_cores()
         if others > DISTURBED_CORES:
-            return found, f"measured beside {others:.1f} busy cores of others, so not kept for the next start"
+            return (
+                found,
+                f"measured beside {others:.1f} busy cores of others: maybe off, and not kept for the next start",
+            )
         if self._path is None:
             return found, "not kept for the next start: there is no cache folder"
         new = {"at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), "found": msgspec.to_builtins(found)}
