@@ -200,8 +200,9 @@ def test_only_what_was_asked_is_said_to_have_been():
     asked = [Abstention(name="slot_bound", why="32 would serve only 2% more a second")]
     lacks = [Abstention(name="burst", why="no records of steps", was_asked=False)]
     told = [unexplained(books, (), abstentions).cure.sentence for abstentions in (asked, lacks, asked + lacks, ())]
-    assert ["asked and would not" in words for words in told] == [True, False, True, False]
-    assert ["could not be asked" in words for words in told] == [False, True, True, False]
+    assert ["What usually helps would not here: slot_bound. " in words for words in told] == [True, False, True, False]
+    assert ["What might help could not be asked: burst. " in words for words in told] == [False, True, True, False]
+    assert [words.startswith("Look at the requests named here") for words in told] == [False, False, False, True]
     without_steps = diagnose(msgspec.structs.replace(books, steps=())).abstentions
     assert {one.name: one.was_asked for one in without_steps}["kv_bound"] is False
 
