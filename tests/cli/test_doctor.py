@@ -283,7 +283,9 @@ def test_nothing_is_said_of_open_requests_where_none_are_or_nobody_tells(server,
     url, answers = server
     if stats is not None:
         answers["/stats"] = stats
-    assert "Still open" not in invoke("doctor", url, "--api-key", "k", "--no-sizes").stdout
+    shown = invoke("doctor", url, "--api-key", "k", "--no-sizes").stdout
+    assert "1. slot_bound" in shown
+    assert "Still open" not in shown
     answers["/stats"] = {"server": {"open_requests": 0}, "engine": {"num_running": 0, "waiting_for": {}}}
     result = invoke("doctor", url, "--api-key", "k", "--no-sizes")
     assert result.exit_code == 1, result.stderr
