@@ -60,6 +60,11 @@ def test_every_colour_of_the_bars_has_its_legend() -> None:
     assert drawn | {colours_of(stop) for stop in DEPRIVED} <= shown
 
 
+def test_the_engine_s_usual_turn_has_not_the_colour_of_what_halts_it() -> None:
+    usual, step, died = (colours_of(f"queue:{cause}") for cause in ("engine_loop", "step_in_flight", "engine_died"))
+    assert usual == step != died
+
+
 def test_a_browser_gets_the_page_and_others_json(launch) -> None:
     live = launch()
     status, fields, body = live.get("/", **HTML)
