@@ -89,6 +89,22 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
+class StateBatch:
+    """Which states the rows of a step go on from, and where they leave them, of models whose layers have some.
+
+    reads: R ints, the slot whose state a row goes on from; -1: of zeros, where a sequence begins. writes: R ints, the
+        slot that has the state behind the row's last token; often the one that was read. No slot is written by two
+        rows, nor read by one and written by another.
+    keeps: (row, count, slot): the state behind `count` of a row's tokens is left in that slot too, which nobody else
+        reads or writes in this step.
+    """
+
+    reads: Sequence[int]
+    writes: Sequence[int]
+    keeps: Sequence[tuple[int, int, int]] = ()
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """Who attends to what in one step: R rows, T query tokens in all. Decode rows, of one token each, come first.
 
@@ -97,6 +113,7 @@ class AttentionBatch:
         context_lens[r] - (query_begins[r + 1] - query_begins[r]).
     block_tables: int64 [R, max_blocks], padded with the zero block.
     token_blocks, token_offsets: int64 [T], where each token's K and V go.
+    states: of layers that keep some; None: there are none.
     """
 
     query_begins: Sequence[int]
@@ -105,6 +122,7 @@ class AttentionBatch:
     token_blocks: Tensor
     token_offsets: Tensor
     num_decode_rows: int
+    states: StateBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -127,10 +145,15 @@ class LayerKv:
 
 
 class KvPools(Protocol):
-    """The KV cache as a decoder sees it: a store for each layer, and the shape of each of the model's `KvGroup`s."""
+    """The KV cache as a decoder sees it: a store for each layer with keys and values of its own, and the shape of each
+    of the model's `KvGroup`s. states: of each layer that keeps one, float32 [num_slots, state_floats]; what is inside
+    a slot is the backend's business."""
 
     @property
     def layers(self) -> Sequence[LayerKv]: ...
+
+    @property
+    def states(self) -> Sequence[Tensor]: ...
 
     @property
     def shapes(self) -> Sequence[KvShape]: ...

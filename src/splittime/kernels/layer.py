@@ -3,6 +3,7 @@
     layer = norm, mixer, norm, feed-forward          each of the two added to the residual stream; norms before it,
                                                      after it, or both
     mixer = attention: heads, position, window, a norm of each head or of all of them
+          | a gated delta net: a state of fixed size for each sequence in place of keys and values
     feed-forward = MLP, or a router and a mixture of MLPs
 
 A model is a sequence of `LayerSpec`s, composed from its checkpoint's config by its architecture's entry
@@ -126,6 +127,46 @@ class AttentionSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         return hidden_size * (2 * self.query_width + 2 * self.own_kv_width)
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """A gated delta net (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024), as Qwen3-Next and Qwen3.5 have it.
+
+    Queries, keys and values pass a causal convolution of each channel over `conv_width` tokens and a SiLU. Queries and
+    keys are normed to a length of 1, and queries divided by the root of key_dim. Then for each value head, of a state S
+    [key_dim, value_dim] in float32, with a decay g and a strength b of the token:
+
+        S <- exp(g) S,   S <- S + k (b (v - S^T k))^T,   output = S^T q
+
+    Each key head serves num_value_heads / num_key_heads value heads. The output passes `norm`, head by head, times the
+    SiLU of a gate.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm: NormSpec
+
+    @property
+    def channels(self) -> int:
+        """Returns how many channels are convolved: of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def inner(self) -> int:
+        """Returns the width of the values, which is that of the gate and of the output before its product."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the size of a sequence's state: S of each value head, then the last inputs of the convolution."""
+        return self.inner * self.key_dim + self.channels * (self.conv_width - 1)
+
+    def num_weights(self, hidden_size: int) -> int:
+        return hidden_size * (self.channels + 2 * self.inner + 2 * self.num_value_heads)
 
 
 class Clamped(NamedTuple):

@@ -201,7 +201,7 @@ class KvStore:
     """A pool of blocks for each of a model's `KvGroup`s; all have as many blocks, and a block id means one in each.
 
     shapes: of the groups, in their order. layers: of each layer of the model. num_host_slots: blocks of host memory for
-    copies of evicted ones.
+    copies of evicted ones. states: of each layer that keeps one, `num_state_slots` of so many floats.
     """
 
     def __init__(
@@ -212,6 +212,8 @@ class KvStore:
         dtype: torch.dtype,
         device: torch.device = CPU,
         num_host_slots: int = 0,
+        state_floats: Sequence[int] = (),
+        num_state_slots: int = 0,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.zero_block = num_blocks
@@ -222,6 +224,7 @@ class KvStore:
             for layer in group.layers
         }
         self.layers = tuple(stores[layer] for layer in sorted(stores))
+        self.states = tuple(_zeros((num_state_slots, size), torch.float32, device) for size in state_floats)
         self.num_host_slots = num_host_slots
         self._host = HostStore(self.layers, num_host_slots) if num_host_slots else None
         received: dict[int, bytes] = {}
