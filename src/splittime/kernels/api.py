@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight, Weighing
+from splittime.kernels.layer import DeltaWeights, LayerWeights, PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, ProductUses
 
 
@@ -159,8 +159,25 @@ class KvPools(Protocol):
     def shapes(self) -> Sequence[KvShape]: ...
 
 
+LayerStore = LayerKv | Tensor
+"""What a layer keeps of all sequences: keys and values, or of a gated delta net its states."""
+
+
 class AttentionPlan:
     """What the layers of a `KvGroup` share in one step: indices, masks, places."""
+
+
+@dataclass(frozen=True)
+class StatePlan(AttentionPlan):
+    """What all layers that keep states share: a `StateBatch` as int64 tensors on the backend's device.
+
+    begins: [R + 1], of each row's query tokens. reads, writes: [R]. keeps: [K, 3].
+    """
+
+    begins: Tensor
+    reads: Tensor
+    writes: Tensor
+    keeps: Tensor
 
 
 Own = TypeVar("Own", bound=AttentionPlan | PackedNorm | PackedWeight)
@@ -188,9 +205,11 @@ class RunnableLayer(Protocol):
     @property
     def needs_host(self) -> bool: ...
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
         """hidden [T, hidden], which may be overwritten; turns: complex64 [T, head_dim / 2], see `models.rope`; kv: this
-        layer's; plan: of its group; uses: of adapters, in this layer -> [T, hidden], one layer on."""
+        layer's; plan: of its kind; uses: of adapters, in this layer -> [T, hidden], one layer on."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +308,19 @@ class Ops(Protocol):
         """q [T, num_heads, head_dim] against one layer's `kv` -> [T, num_heads * head_dim].
 
         Query head h reads KV head h // (num_heads // num_kv_heads)."""
+
+    def plan_states(self, batch: AttentionBatch) -> StatePlan:
+        """Work out once a step what the layers that keep states share."""
+
+    def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
+        """products [T, channels + inner + 2 num_value_heads], a gated delta net's queries, keys, values, gate z, then
+        of each head b and a -> [T, inner], normed and times silu(z). states: float32 [num_slots, state_floats], this
+        layer's, which are read and written as the plan says.
+
+        b and a stand for the strength sigmoid(b) and the decay weights.decay * softplus(a + dt_bias). All of it is
+        float32, one token after the other in one order of summation: to the last bit the same however a prompt is cut
+        into steps, and whoever else is in the batch.
+        """
 
     def finite(self, x: Tensor) -> list[bool]:
         """Returns whether all of each row of x [N, D] is finite."""

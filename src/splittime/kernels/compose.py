@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionPlan, LayerKv, Ops
+from splittime.kernels.api import AttentionPlan, LayerKv, LayerStore, Ops, StatePlan, own
 from splittime.kernels.layer import (
     ApartNorms,
     AttentionWeights,
     Clamped,
+    DeltaWeights,
     LayerWeights,
     MixtureWeights,
     MlpWeights,
@@ -26,7 +27,7 @@ from splittime.kernels.plain import LayerNorm, each_alike, gelu, turned
 
 @dataclass(frozen=True)
 class ComposedLayer:
-    """A layer as its parts: attention, then the feed-forward, each normed before and added to the residual stream."""
+    """A layer as its parts: its mixer, then the feed-forward, each normed before and added to the residual stream."""
 
     ops: Ops
     weights: LayerWeights
@@ -37,7 +38,9 @@ class ComposedLayer:
         """The host looks which experts were chosen."""
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
         ops, layer = self.ops, self.weights
         hidden, normed = attention(ops, layer, hidden, turns, kv, plan, uses)
         part, after = layer.feed_forward, layer.norm_after_feed_forward
@@ -57,12 +60,12 @@ def normed_by(ops: Ops, norm: PackedNorm | None, x: Tensor) -> Tensor:
 
 
 def attention(
-    ops: Ops, layer: LayerWeights, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses
+    ops: Ops, layer: LayerWeights, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses
 ) -> tuple[Tensor, Tensor]:
-    """Returns the residual stream with the heads' contribution added, and that normed for the feed-forward."""
+    """Returns the residual stream with the mixer's contribution added, and that normed for the feed-forward."""
     on_qkv, on_output = [(one.qkv, tokens) for one, tokens in uses], [(one.output, tokens) for one, tokens in uses]
     normed = normed_by(ops, layer.mixer_norm, hidden)
-    mixed = attend(ops, layer.mixer, normed, turns, kv, plan, on_qkv)
+    mixed = mix(ops, layer.mixer, normed, turns, kv, plan, on_qkv)
     after, norm = layer.norm_after_mixer, layer.feed_forward_norm
     if not uses and after is None and not isinstance(norm, LayerNorm | None):
         return ops.linear_norm(mixed, layer.mixer.output, hidden, norm)
@@ -70,6 +73,24 @@ def attention(
     ops.add_low_rank(added, mixed, on_output)
     hidden = added if after is None else hidden + ops.rms_norm(added, after)
     return hidden, normed if layer.spec.places == "shared" else normed_by(ops, norm, hidden)
+
+
+def mix(
+    ops: Ops,
+    part: AttentionWeights | DeltaWeights,
+    x: Tensor,
+    turns: Tensor,
+    store: LayerStore,
+    plan: AttentionPlan,
+    uses: ProductUses = (),
+) -> Tensor:
+    """x: normed [T, hidden] -> the heads' outputs beside each other. store, plan: of the mixer's kind."""
+    if isinstance(part, AttentionWeights):
+        assert isinstance(store, LayerKv), "attention has keys and values"
+        heads = attend(ops, part, x, turns, store, plan, uses)
+        return heads if part.gate is None else heads * each_alike(torch.sigmoid, ops.linear(x, part.gate))
+    assert isinstance(store, Tensor), "a gated delta net has states"
+    return ops.delta(ops.linear(x, part.products), part, store, own(plan, StatePlan))
 
 
 def attend(

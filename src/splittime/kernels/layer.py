@@ -86,7 +86,8 @@ class AttentionSpec:
         score_cap * tanh(s / score_cap).
     has_sinks: each head has a score of its own for seeing nothing, which takes its share of the softmax.
     value_norm: values pass this norm, head by head, with a scale of 1. keys_are_values: the product that makes keys
-        makes values too, which are what it is before norms and position. keys_of: the layer, an earlier one of the same
+        makes values too, which are what it is before norms and position. is_gated: each number of a head's output is
+        multiplied by the sigmoid of one of a product of its own. keys_of: the layer, an earlier one of the same
         shape, whose keys and values this one attends to; it has none of its own.
     """
 
@@ -105,6 +106,7 @@ class AttentionSpec:
     value_norm: NormSpec | None = None
     keys_are_values: bool = False
     keys_of: int | None = None
+    is_gated: bool = False
 
     @property
     def scale(self) -> float:
@@ -125,8 +127,15 @@ class AttentionSpec:
         """Returns the width of the keys that it makes."""
         return self.kv_width if self.keys_of is None else 0
 
+    @property
+    def widest(self) -> int:
+        return self.query_width + 2 * self.kv_width
+
     def num_weights(self, hidden_size: int) -> int:
-        return hidden_size * (2 * self.query_width + 2 * self.own_kv_width)
+        return hidden_size * ((2 + self.is_gated) * self.query_width + 2 * self.own_kv_width)
+
+
+LENGTH_EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -134,8 +143,9 @@ class DeltaSpec:
     """A gated delta net (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024), as Qwen3-Next and Qwen3.5 have it.
 
     Queries, keys and values pass a causal convolution of each channel over `conv_width` tokens and a SiLU. Queries and
-    keys are normed to a length of 1, and queries divided by the root of key_dim. Then for each value head, of a state S
-    [key_dim, value_dim] in float32, with a decay g and a strength b of the token:
+    keys are normed to a length of 1 (with `LENGTH_EPS` under the root), and queries divided by the root of key_dim.
+    Then for each value head, of a state S [key_dim, value_dim] in float32, with a decay g and a strength b of the
+    token:
 
         S <- exp(g) S,   S <- S + k (b (v - S^T k))^T,   output = S^T q
 
@@ -165,8 +175,12 @@ class DeltaSpec:
         """Returns the size of a sequence's state: S of each value head, then the last inputs of the convolution."""
         return self.inner * self.key_dim + self.channels * (self.conv_width - 1)
 
+    @property
+    def widest(self) -> int:
+        return self.channels + self.inner + 2 * self.num_value_heads
+
     def num_weights(self, hidden_size: int) -> int:
-        return hidden_size * (self.channels + 2 * self.inner + 2 * self.num_value_heads)
+        return hidden_size * (self.widest + self.inner)
 
 
 class Clamped(NamedTuple):
@@ -252,7 +266,7 @@ class LayerSpec:
     stream, or add what a norm made of their own output, or both; "shared": both are given what one norm made of it."""
 
     norm: NormSpec
-    mixer: AttentionSpec
+    mixer: AttentionSpec | DeltaSpec
     feed_forward: MlpSpec | MixtureSpec
     places: Places = "before"
 
@@ -260,7 +274,7 @@ class LayerSpec:
     def widest(self) -> int:
         """Outputs of its widest product."""
         inner = max(mlp.inner for mlp in mlps_of(self.feed_forward))
-        return max(self.mixer.query_width + 2 * self.mixer.kv_width, inner)
+        return max(self.mixer.widest, inner)
 
 
 def mlps_of(part: MlpSpec | MixtureSpec) -> tuple[MlpSpec, ...]:
@@ -284,11 +298,11 @@ class KvGroup:
 
 
 def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KvGroup, ...]:
-    """The groups that these layers fall into, in the order of their first layers."""
+    """The groups that those of these layers fall into that make keys and values, in the order of their first layers."""
     found: dict[tuple[int, int, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
         mixer = layer.mixer
-        if mixer.keys_of is None:
+        if isinstance(mixer, AttentionSpec) and mixer.keys_of is None:
             found.setdefault((mixer.num_kv_heads, mixer.head_dim, mixer.window_tokens), []).append(index)
     return tuple(KvGroup(tuple(mine), *kind) for kind, mine in found.items())
 
@@ -317,7 +331,7 @@ class PackedNorm:
 class AttentionWeights:
     """qkv: [query_width + 2 own_kv_width, hidden]; output: [hidden, query_width]; head_norm: [num_heads + num_kv_heads,
     head_dim], or [head_dim] where the keys are another layer's; value_norm: its scale is 1; sinks: float32 [num_heads];
-    None where the spec has none, or norms of all.
+    gate: [query_width, hidden]; None where the spec has none, or norms of all.
 
     all_norms: of all queries, and of all keys, of a token, together or apart. query_factors: [head_dim], what turned
         queries are multiplied by: of a norm behind the position, whose scales for queries and keys are both in it.
@@ -331,10 +345,26 @@ class AttentionWeights:
     query_factors: Tensor | None = None
     sinks: Tensor | None = None
     value_norm: PackedNorm | None = None
+    gate: PackedWeight | None = None
 
     @property
     def weighing(self) -> Weighing:
         return Weighing(self.spec.scale, self.spec.score_cap, self.sinks)
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """products: [channels + inner + 2 num_value_heads, hidden], of queries, keys, values, gate, strengths (b) and
+    decays (a); output: [hidden, inner]. The others are float32 and contiguous: conv [channels, conv_width], the oldest
+    token first; decay [num_value_heads], below 0; dt_bias [num_value_heads]; norm [value_dim]."""
+
+    spec: DeltaSpec
+    products: PackedWeight
+    output: PackedWeight
+    conv: Tensor
+    decay: Tensor
+    dt_bias: Tensor
+    norm: Tensor
 
 
 @dataclass(frozen=True)
@@ -377,7 +407,7 @@ class LayerWeights:
 
     spec: LayerSpec
     mixer_norm: PackedNorm | None
-    mixer: AttentionWeights
+    mixer: AttentionWeights | DeltaWeights
     feed_forward_norm: PackedNorm | None
     feed_forward: MlpWeights | MixtureWeights
     norm_after_mixer: PackedNorm | None = None

@@ -17,8 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from splittime.kernels.api import CPU, AttentionPlan, LayerKv, LinearShape, NotFused, RunnableLayer, WeightScheme
-from splittime.kernels.layer import LayerWeights, PackedNorm, PackedWeight
+from splittime.kernels.api import (
+    CPU,
+    AttentionBatch,
+    AttentionPlan,
+    LayerKv,
+    LinearShape,
+    NotFused,
+    RunnableLayer,
+    StatePlan,
+    WeightScheme,
+)
+from splittime.kernels.layer import LENGTH_EPS, DeltaSpec, DeltaWeights, LayerWeights, PackedNorm, PackedWeight
 from splittime.kernels.low_rank import ProductUses
 
 WHOLE_VECTORS = 128  # elements: a multiple of what torch takes at once, for each instruction set and dtype
@@ -100,6 +110,106 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """See `kernels.api.Ops.gelu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate, "tanh").mul_(up)
+
+
+def sum_pairs(x: Tensor, dim: int) -> Tensor:
+    """Returns the sum along `dim`, which is added half to half until one is left: an order that depends on nothing
+    else, as that of torch's own sums does on what lies beside them."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = folded if size % 2 == 0 else torch.cat((folded, x.narrow(dim, size - 1, 1)), dim)
+    return x.squeeze(dim)
+
+
+def plan_states(batch: AttentionBatch) -> StatePlan:
+    """See `kernels.api.Ops.plan_states`."""
+    states = batch.states
+    assert states is not None, "a batch of a model whose layers keep states"
+    keeps = torch.tensor(states.keeps, dtype=torch.int64).view(-1, 3)
+    return StatePlan(*map(torch.tensor, (batch.query_begins, states.reads, states.writes)), keeps)
+
+
+def delta(products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
+    """See `kernels.api.Ops.delta`. Each product and each sum is rounded by itself, as an element's own and no other's.
+
+    A slot is [num_value_heads, key_dim, value_dim] of S, then [conv_width - 1, channels] of inputs, the oldest first.
+    """
+    spec, heads = weights.spec, weights.spec.num_value_heads
+    mixed, z, b, a = products.float().split((spec.channels, spec.inner, heads, heads), dim=1)
+    found = states[plan.reads.clamp_min(0)].masked_fill_((plan.reads < 0)[:, None], 0.0)
+    sums, seen = found.split((spec.inner * spec.key_dim, spec.channels * (spec.conv_width - 1)), dim=1)
+    lines, firsts = _behind(seen.unflatten(1, (-1, spec.channels)), mixed, plan.begins)
+    convolved = _convolved(lines, firsts, weights.conv, plan.begins)
+    decays = each_alike(torch.exp, weights.decay * each_alike(_softplus, a + weights.dt_bias))
+    inputs = (*_heads(each_alike(_silu, convolved), spec), decays, each_alike(torch.sigmoid, b))
+    order = plan.begins.diff().argsort(descending=True, stable=True)  # rows that have another token are the first
+    sums = sums[order].view(-1, heads, spec.key_dim, spec.value_dim)
+    left = sorted(_left(plan), reverse=True)
+    y, lengths, ranks = torch.empty(len(z), heads, spec.value_dim), plan.begins.diff()[order], order.argsort().tolist()
+    for count in range(int(lengths[0]) + 1):
+        while left and left[-1][0] == count:
+            _, row, slot = left.pop()
+            window = lines[firsts[row] + count :][: spec.conv_width - 1]
+            states[slot] = torch.cat((sums[ranks[row]].flatten(), window.flatten()))
+        active = int((lengths > count).sum())
+        tokens = plan.begins[order[:active]] + count
+        y[tokens] = _stepped(sums[:active], *(one[tokens] for one in inputs))
+    scale = sum_pairs(y * y, 2) / spec.value_dim + spec.norm.eps
+    gated = y / scale.sqrt()[..., None] * weights.norm * each_alike(_silu, z).view_as(y)
+    return gated.flatten(1).to(products.dtype)
+
+
+_softplus, _silu = torch.ops.aten.softplus.out, torch.ops.aten.silu.out
+
+
+def _behind(seen: Tensor, mixed: Tensor, begins: Tensor) -> tuple[Tensor, list[int]]:
+    """seen [R, W - 1, channels], mixed [T, channels] -> each row's tokens behind what was seen before them, one row
+    below the other, and where each begins."""
+    width, places = seen.shape[1], begins.tolist()
+    pairs = zip(seen, mixed.split(begins.diff().tolist()), strict=True)
+    return torch.cat([part for pair in pairs for part in pair]), [
+        begin + r * width for r, begin in enumerate(places[:-1])
+    ]
+
+
+def _convolved(lines: Tensor, firsts: Sequence[int], conv: Tensor, begins: Tensor) -> Tensor:
+    """Returns the convolution of each token's channels, [T, channels]."""
+    oldest = torch.cat(
+        [torch.arange(first, first + n) for first, n in zip(firsts, begins.diff().tolist(), strict=True)]
+    )
+    y = lines[oldest] * conv[:, 0]
+    for place in range(1, conv.shape[1]):
+        y += lines[oldest + place] * conv[:, place]
+    return y
+
+
+def _heads(mixed: Tensor, spec: DeltaSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values of each value head, [T, num_value_heads, dim]."""
+    keys = spec.num_key_heads * spec.key_dim
+    q, k, v = mixed.split((keys, keys, spec.inner), dim=1)
+
+    def unit(x: Tensor) -> Tensor:
+        heads = x.unflatten(1, (spec.num_key_heads, -1))
+        units = heads / (sum_pairs(heads * heads, 2) + LENGTH_EPS).sqrt()[..., None]
+        return units.repeat_interleave(spec.num_value_heads // spec.num_key_heads, dim=1)
+
+    return unit(q) * spec.key_dim**-0.5, unit(k), v.unflatten(1, (spec.num_value_heads, -1))
+
+
+def _left(plan: StatePlan) -> list[tuple[int, int, int]]:
+    """Returns behind how many tokens of which row the state is left in which slot."""
+    lengths, writes = plan.begins.diff().tolist(), plan.writes.tolist()
+    ends = [(length, row, slot) for row, (length, slot) in enumerate(zip(lengths, writes, strict=True))]
+    return [*ends, *((count, row, slot) for row, count, slot in plan.keeps.tolist())]
+
+
+def _stepped(sums: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+    """Goes one token on: sums [N, heads, key_dim, value_dim], in place; returns the outputs, [N, heads, value_dim]."""
+    sums *= decay[..., None, None]
+    missing = (v - sum_pairs(sums * k[..., None], 2)) * strength[..., None]
+    sums += k[..., None] * missing[:, :, None]
+    return sum_pairs(sums * q[..., None], 2)
 
 
 @dataclass(frozen=True)
@@ -189,6 +299,12 @@ class PlainOps(ABC):
 
     def draw(self, logits: Tensor, draws: np.ndarray, bits: np.ndarray | None = None) -> list[int] | None:
         return None
+
+    def plan_states(self, batch: AttentionBatch) -> StatePlan:
+        return plan_states(batch)
+
+    def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
+        return delta(products, weights, states, plan)
 
     def linear_norm(self, x: Tensor, packed: PackedWeight, residual: Tensor, norm: PackedNorm) -> tuple[Tensor, Tensor]:
         total = self.linear(x, packed, residual)

@@ -23,7 +23,7 @@ import msgspec
 from splittime.core.errors import ConfigError, RequestError
 from splittime.core.facts import Pooling
 from splittime.core.sampling import SamplingParams
-from splittime.kernels.layer import LayerSpec, MixtureSpec, NormSpec, mlps_of
+from splittime.kernels.layer import AttentionSpec, DeltaSpec, LayerSpec, MixtureSpec, NormSpec, mlps_of
 from splittime.models import architectures, parts
 from splittime.models.fields import Bounds, Fields, bad, read_json
 from splittime.models.pooling import read_pooling
@@ -105,7 +105,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def windows(self) -> list[int]:
         """The sliding windows of the layers that have one, in tokens."""
-        return [layer.mixer.window_tokens for layer in self.layers if layer.mixer.window_tokens is not None]
+        return [one.window_tokens for one in self.attention if one.window_tokens is not None]
+
+    @property
+    def attention(self) -> list[AttentionSpec]:
+        """The mixers of the layers that have attention."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    @property
+    def deltas(self) -> list[DeltaSpec]:
+        """The mixers of the layers that keep a state."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaSpec)]
 
 
 def load_config(folder: Path, generation: str = "auto") -> ModelConfig:

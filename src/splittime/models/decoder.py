@@ -11,9 +11,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerKv, Ops, RunnableLayer
+from splittime.kernels.api import AttentionBatch, AttentionPlan, KvPools, LayerStore, Ops, RunnableLayer
 from splittime.kernels.compose import normed_by
-from splittime.kernels.layer import KvGroup, LayerSpec, PackedNorm, PackedWeight, RopeSpec, kv_groups
+from splittime.kernels.layer import (
+    AttentionSpec,
+    DeltaSpec,
+    KvGroup,
+    LayerSpec,
+    PackedNorm,
+    PackedWeight,
+    RopeSpec,
+    kv_groups,
+)
 from splittime.kernels.low_rank import AdapterUse
 from splittime.models.config import ModelConfig
 from splittime.models.layer_inputs import LayerInputs
@@ -48,16 +57,19 @@ class Decoder:
 
     @cached_property
     def _walk(self) -> tuple[tuple[RunnableLayer, int, int, int], ...]:
-        """The layers, each with the number of its turns, of its KV group and of its store."""
-        group_of = {layer: number for number, group in enumerate(self.kv_groups) for layer in group.layers}
-        positions, places = list(self.turns), {layer: place for place, layer in enumerate(sorted(group_of))}
-        tables = [positions.index(position_of(layer)) for layer in self.config.layers]
-        of = [one.mixer.keys_of for one in self.config.layers]
-        keys = [index if one is None else one for index, one in enumerate(of)]
-        return tuple(
-            (layer, table, group_of[kept], places[kept])
-            for layer, table, kept in zip(self.layers, tables, keys, strict=True)
-        )
+        """The layers, each with the number of its turns, of its plan (see `planned`) and of its store (see `stores`).
+        Those that keep states have none of the first: 0 stands for it."""
+        plan_of = {layer: number for number, group in enumerate(self.kv_groups) for layer in group.layers}
+        keeping = [index for index, one in enumerate(self.config.layers) if isinstance(one.mixer, DeltaSpec)]
+        places = {layer: place for place, layer in enumerate((*sorted(plan_of), *keeping))}
+        plan_of |= dict.fromkeys(keeping, len(self.kv_groups))
+        positions, found = list(self.turns), []
+        for index, (layer, spec) in enumerate(zip(self.layers, self.config.layers, strict=True)):
+            mixer, table, kept = spec.mixer, 0, index
+            if isinstance(mixer, AttentionSpec):
+                table, kept = positions.index(position_of(mixer)), index if mixer.keys_of is None else mixer.keys_of
+            found.append((layer, table, plan_of[kept], places[kept]))
+        return tuple(found)
 
     def without_weights(self) -> "Decoder":
         """Returns a decoder of the configuration and the operations alone, which cannot be run."""
@@ -76,14 +88,14 @@ class Decoder:
         """token_ids, positions: int64 [T] -> the last layer's output, [T, hidden], not normed. adapter_uses: which
         tokens use which adapters; the others use none."""
         hidden, plans = self.embedded(token_ids), self.planned(kv, batch)
-        return self.through(hidden, positions, kv.layers, plans, adapter_uses, self.given(token_ids, hidden))
+        return self.through(hidden, positions, stores(kv), plans, adapter_uses, self.given(token_ids, hidden))
 
     def planned(self, kv: KvPools, batch: AttentionBatch) -> list[AttentionPlan]:
-        """Returns the attention of a batch: one plan for each of `kv_groups`."""
-        return [
-            self.ops.plan_attention(batch, shape, group.window_tokens)
-            for group, shape in zip(self.kv_groups, kv.shapes, strict=True)
-        ]
+        """Returns what the layers do with a batch: a plan for each of `kv_groups`, then one of those that keep states,
+        if there are some."""
+        pairs = zip(self.kv_groups, kv.shapes, strict=True)
+        of_groups = [self.ops.plan_attention(batch, shape, group.window_tokens) for group, shape in pairs]
+        return [*of_groups, self.ops.plan_states(batch)] if kv.states else of_groups
 
     def given(self, token_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """Returns what each layer is given of its own, [T, layers, size], if they are."""
@@ -100,13 +112,13 @@ class Decoder:
         self,
         hidden: Tensor,
         positions: Tensor,
-        stores: Sequence[LayerKv],
+        stores: Sequence[LayerStore],
         plans: Sequence[AttentionPlan],
         adapter_uses: Sequence[AdapterUse] = (),
         given: Tensor | None = None,
     ) -> Tensor:
-        """Returns what the layers make of their input, [T, hidden]. plans: one for each of `kv_groups`. given: what
-        each layer has of its own."""
+        """Returns what the layers make of their input, [T, hidden]. stores, plans: see the functions. given: what each
+        layer has of its own."""
         turns = [table.index_select(0, positions) for table in self.turns.values()]
         for index, (layer, table, group, store) in enumerate(self._walk):
             own = [(one.layers[index], one.tokens) for one in adapter_uses]
@@ -132,8 +144,18 @@ class Decoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def position_of(layer: LayerSpec) -> Position:
-    return layer.mixer.position, layer.mixer.head_dim
+def stores(kv: KvPools) -> list[LayerStore]:
+    """Returns what the layers keep: keys and values first, by layer, then states, by layer."""
+    return [*kv.layers, *kv.states]
+
+
+def position_of(mixer: AttentionSpec) -> Position:
+    return mixer.position, mixer.head_dim
+
+
+def positions_of(layers: Sequence[LayerSpec]) -> list[Position]:
+    """Returns each position that some of these layers have, once."""
+    return list(dict.fromkeys(position_of(one.mixer) for one in layers if isinstance(one.mixer, AttentionSpec)))
 
 
 def embed(table: Tensor | Table, token_ids: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
 from splittime.kernels.plain import turned
 from splittime.models import rope
-from splittime.models.decoder import Decoder, position_of
+from splittime.models.decoder import Decoder, positions_of
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.encoder_parts import JudgingHead
 from splittime.models.modern_encoder import mixed
@@ -124,7 +124,7 @@ def read_decoder(folder: Path, config: EncoderConfig, ops: Ops, scheme: WeightSc
         return ComposedLayer(packer.ops, weights, "every token attends to every other")
 
     layers = tuple(layer(index) for index in range(model.num_layers))
-    turns = {kind: rope.turns(*kind, config.num_positions) for kind in dict.fromkeys(map(position_of, model.layers))}
+    turns = {kind: rope.turns(*kind, config.num_positions) for kind in positions_of(model.layers)}
     norm = take_norm(packer, model, model.norm, "model.norm")
     decoder = Decoder(model, packer.ops, words, turns, layers, norm, PackedWeight())
     source = packer.source

@@ -21,7 +21,7 @@ from torch import Tensor
 from splittime.kernels.api import AttentionBatch, KvPools
 from splittime.kernels.layer import PackedNorm, PackedWeight
 from splittime.kernels.low_rank import AdapterUse
-from splittime.models.decoder import Decoder
+from splittime.models.decoder import Decoder, stores
 
 PREFIX = "model.mtp_layers.0."
 DTYPE = torch.bfloat16
@@ -73,7 +73,7 @@ class HeadDecoder(Decoder):
         before = self.features.before(positions, batch).to(self.ops.activation_dtype)
         normed = self.ops.rms_norm(before, self.feature_norm), self.ops.rms_norm(tokens, self.token_norm)
         hidden = self.ops.linear(torch.cat(normed, dim=1), self.joined)
-        return self.through(hidden, positions, kv.layers, self.planned(kv, batch), adapter_uses)
+        return self.through(hidden, positions, stores(kv), self.planned(kv, batch), adapter_uses)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model().headed(self.normed(hidden))

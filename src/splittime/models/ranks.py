@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from splittime.kernels.api import AttentionPlan, LayerKv, Ops
-from splittime.kernels.compose import attend, feed_forward, normed_by
+from splittime.kernels.api import AttentionPlan, LayerStore, Ops
+from splittime.kernels.compose import feed_forward, mix, normed_by
 from splittime.kernels.layer import LayerWeights, MixtureWeights, PackedNorm
 from splittime.kernels.low_rank import LayerUses
 
@@ -51,11 +51,13 @@ class SharedLayer:
     def needs_host(self) -> bool:
         return isinstance(self.weights.feed_forward, MixtureWeights)
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
         assert not uses, "ranks share no adapters"
         ops, layer = self.ops, self.weights
         output, part, given = layer.mixer.output, layer.feed_forward, normed_by(ops, layer.mixer_norm, hidden)
-        mixed = attend(ops, layer.mixer, given, turns, kv, plan)
+        mixed = mix(ops, layer.mixer, given, turns, kv, plan)
 
         def attended(residual: Tensor | None) -> Tensor:
             return ops.linear(mixed, output, residual)

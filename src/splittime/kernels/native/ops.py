@@ -14,20 +14,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from splittime.kernels import plain
 from splittime.kernels.api import (
     CPU,
     AttentionBatch,
     AttentionPlan,
     KvShape,
     LayerKv,
+    LayerStore,
     LinearShape,
     NotFused,
     RoundedRows,
     RunnableLayer,
+    StatePlan,
     WeightScheme,
     own,
 )
-from splittime.kernels.layer import LayerWeights, MlpWeights, PackedNorm, PackedWeight, Weighing
+from splittime.kernels.layer import (
+    AttentionWeights,
+    DeltaWeights,
+    LayerWeights,
+    MlpWeights,
+    PackedNorm,
+    PackedWeight,
+    Weighing,
+)
 from splittime.kernels.low_rank import LayerUses, ProductUses
 from splittime.kernels.native import check, packed
 from splittime.kernels.native import library as native
@@ -53,8 +64,10 @@ class FusedLayer:
 
     parts_reason, needs_host = "", False
 
-    def __init__(self, weights: LayerWeights, mlp: MlpWeights, low_ranks: NativeLowRanks) -> None:
-        mixer, spec = weights.mixer, weights.mixer.spec
+    def __init__(
+        self, weights: LayerWeights, mixer: AttentionWeights, mlp: MlpWeights, low_ranks: NativeLowRanks
+    ) -> None:
+        spec = mixer.spec
         norms = weights.mixer_norm, weights.feed_forward_norm, weights.norm_after_mixer, weights.norm_after_feed_forward
         self.weights = weights  # keeps alive what the structure points to
         self._layer = native.StLayer(
@@ -74,8 +87,11 @@ class FusedLayer:
         self._store: LayerKv | None = None
         self._kv = native.StKv()
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
         mine = own(plan, NativePlan)
+        assert isinstance(kv, LayerKv), "a fused layer has keys and values"
         if kv is not self._store:
             self._store, self._kv = kv, kv_of(kv, mine.shape)
         mine.batch.turns = turns.data_ptr()
@@ -86,9 +102,12 @@ class FusedLayer:
 
 def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFused:
     """Fuses a layer with one MLP, and norms of the same epsilon before its parts, after them, or both."""
-    spec, mixer = layer.spec, layer.spec.mixer
+    spec, attention = layer.spec, layer.mixer
     if not isinstance(layer.feed_forward, MlpWeights):
         return NotFused("experts are chosen between two calls of the library")
+    if not isinstance(attention, AttentionWeights):
+        return NotFused("a gated delta net keeps a state")
+    mixer = attention.spec
     reasons = {
         "the norm of the heads has another epsilon than the layer's": mixer.head_norm not in (None, spec.norm),
         f"the norm of the heads is of {mixer.normed}": mixer.head_norm is not None and mixer.normed != "heads",
@@ -98,10 +117,11 @@ def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFuse
         "the activation is clamped": layer.feed_forward.spec.clamped is not None,
         "queries are multiplied by where they are": mixer.position.query_growth > 0,
         "values are normed": mixer.value_norm is not None,
+        "the heads' outputs pass gates": mixer.is_gated,
         "the output is multiplied": layer.factor != 1.0,
     }
     found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
-    return NotFused(found) if found else FusedLayer(layer, layer.feed_forward, low_ranks)
+    return NotFused(found) if found else FusedLayer(layer, attention, layer.feed_forward, low_ranks)
 
 
 ACTIVATIONS = {"silu": native.SILU, "gelu_tanh": native.GELU}
@@ -229,6 +249,12 @@ class NativeOps:
         given = byref(kv_of(kv, mine.shape)), q.shape[1], mine.window_tokens, byref(weighing_of(weighing))
         library().st_attention(byref(mine.batch), *given, q.data_ptr(), q.stride(0), out.data_ptr())
         return out
+
+    def plan_states(self, batch: AttentionBatch) -> StatePlan:
+        return plain.plan_states(batch)
+
+    def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
+        return plain.delta(products, weights, states, plan)
 
     def finite(self, x: Tensor) -> list[bool]:
         lines, flags = x.contiguous(), np.empty(len(x), dtype=np.bool_)

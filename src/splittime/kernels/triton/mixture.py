@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from splittime.kernels import compose
-from splittime.kernels.api import AttentionPlan, LayerKv, Ops, own
+from splittime.kernels.api import AttentionPlan, LayerStore, Ops, own
 from splittime.kernels.layer import LayerWeights, PackedWeight, RouterSpec
 from splittime.kernels.low_rank import LayerUses
 from splittime.kernels.triton import grouped
@@ -94,7 +94,9 @@ class MixtureLayer:
     experts: grouped.Experts
     parts_reason, needs_host = "", False
 
-    def __call__(self, hidden: Tensor, turns: Tensor, kv: LayerKv, plan: AttentionPlan, uses: LayerUses = ()) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
         hidden, normed = compose.attention(self.ops, self.weights, hidden, turns, kv, plan, uses)
         return self.feed_forward(normed, hidden, own(plan, PagedPlan).token_blocks)
 

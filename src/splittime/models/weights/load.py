@@ -24,7 +24,7 @@ from splittime.kernels.layer import LayerWeights, PackedWeight
 from splittime.models import rope
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig, load_config
-from splittime.models.decoder import Decoder, position_of
+from splittime.models.decoder import Decoder, positions_of
 from splittime.models.gguf.checkpoint import GgufCheckpoint
 from splittime.models.gguf.config import load_gguf_config
 from splittime.models.layer_inputs import LayerInput, LayerInputs
@@ -218,8 +218,7 @@ class _Model:
         embedding = _on_device(source.take_table(EMBEDDING, config.vocab_size, config.hidden_size), config, ops)
         head = self.packer.linear("lm_head", [WeightRows(self._head())], [], self.plan.head, "head")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        kinds = dict.fromkeys(map(position_of, config.layers))
-        turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in kinds}
+        turns = {kind: rope.turns(*kind, num_positions).to(ops.device) for kind in positions_of(config.layers)}
         final_norm = take_norm(self.packer, config, config.norm, "model.norm")
         inputs = self._inputs() if config.layer_input_size else None
         return Decoder(config, ops, embedding, turns, layers, final_norm, head, self.ranks, inputs)
