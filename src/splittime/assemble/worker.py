@@ -205,6 +205,7 @@ def _sized(config: SchedulerConfig, resolved: "Resolved", prefill_tokens: int) -
         config,
         num_blocks=resolved.num_blocks,
         num_host_slots=resolved.num_host_slots,
+        num_state_slots=resolved.num_state_slots,
         block_size=resolved.block_size,
         max_model_len=resolved.max_model_len,
         max_prefill_tokens=prefill_tokens,

@@ -39,6 +39,20 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
     tenant: str = ""  # who asks, for whom forms are kept
 
 
+NO_STATE = -1
+"""In the place of a slot: the state before the first token."""
+
+
+class RowState(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The state slots of a row, of models whose layers keep states. The row goes on from the state in slot `read`, and
+    leaves that behind its last token in slot `write`. keeps: (count, slot), the state behind so many of its tokens is
+    left there too."""
+
+    read: int
+    write: int
+    keeps: tuple[tuple[int, int], ...] = ()
+
+
 class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One request's part of a step: known tokens, then drafts of those that may follow.
 
@@ -50,6 +64,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
         With drafts 1 + len(draft_token_ids): the last known position and that of each draft.
     draft_token_ids: guesses of the tokens that follow. Their KV is written behind that of the known ones. The token
         sampled at a position is accepted while all drafts before it are what was sampled in their places.
+    state: where a model with states keeps the request's. None: in the slot of its place in the runner.
     """
 
     request_id: str
@@ -58,6 +73,7 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True):
     new_block_ids: tuple[int, ...]
     num_samples: int
     draft_token_ids: tuple[int, ...] = ()
+    state: RowState | None = None
 
     @property
     def num_tokens(self) -> int:

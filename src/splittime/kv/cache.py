@@ -29,6 +29,8 @@ its restores (slot to block), then runs its rows. So much has to be kept for tha
 * a slot is pinned from the match until its restore is handed out: no offload before that can take it;
 * a block whose restore is not handed out yet has no content: given away, it loses the restore and is not offloaded;
 * an offload that is not handed out is forgotten when its slot goes to another block.
+
+With `num_state_slots` each lease has a state too (`kv.states`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,7 +39,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
+from splittime.core.step import RowState
 from splittime.kv.blocks import BlockPool, PrefixIndex, block_names, root_name
+from splittime.kv.states import LeasedState, StateSlots
 
 Moves = tuple[tuple[int, int], ...]
 
@@ -132,7 +136,7 @@ NO_BLOCK = -1
 class Lease:
     """The blocks of one request, in order, and the names of its full ones (kept over preemptions)."""
 
-    __slots__ = ("block_ids", "in_host", "names", "num_indexed", "num_sent", "root")
+    __slots__ = ("block_ids", "in_host", "names", "num_indexed", "num_sent", "root", "state")
 
     def __init__(self, salt: str = "", adapter: str = "") -> None:
         self.root = root_name(salt, adapter)
@@ -141,6 +145,7 @@ class Lease:
         self.num_indexed = 0  # blocks [0, num_indexed) have been offered to the index
         self.num_sent = 0  # blocks [0, num_sent) have been named in a row, so the runner knows them
         self.in_host: list[tuple[int, int]] = []  # found, not reserved: (place in block_ids, slot)
+        self.state = LeasedState()
 
     def unsent(self) -> tuple[int, ...]:
         """The blocks that no row has named yet; they count as sent from now on."""
@@ -153,12 +158,18 @@ class KVCache:
     """`block_size` tokens a block. With prefix caching off, `match` finds nothing and nothing stays behind."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_slots: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_slots: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._index = PrefixIndex()
         self.host = HostTier(num_host_slots) if num_host_slots else None  # to look at
+        self.states = StateSlots(num_state_slots, block_size) if num_state_slots else None
         self._imports = Imports()
         self._pool = BlockPool(num_blocks, partial(self._evict, self.host) if self.host else self._index.forget)
 
@@ -200,6 +211,8 @@ class KVCache:
             else:
                 break
             lease.block_ids.append(block_id)
+        if self.states is not None:
+            self._cut(lease, self.states.find(lease.state, lease.names[: len(lease.block_ids)]))
         lease.num_indexed = len(lease.block_ids)
         return len(lease.block_ids) * self.block_size
 
@@ -227,7 +240,7 @@ class KVCache:
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Let the lease hold `num_tokens`; False, with nothing changed, if there are too few blocks."""
-        if not self.has_room(lease, num_tokens):
+        if not self.has_room(lease, num_tokens) or not (self.states is None or self.states.take(lease.state)):
             return False
         if lease.in_host and self.host is not None:
             self._plan_restores(lease, self.host)
@@ -245,13 +258,14 @@ class KVCache:
             self._name_blocks(lease, end, token_ids)
             self._index.add(lease.names[begin:end], lease.block_ids[begin:end])
             lease.num_indexed = end
+            if self.states is not None:
+                self.states.commit(lease.state, lease.names, num_computed)
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Take the blocks back that the first `num_tokens` do not need. Drafts had them; none is in the index."""
         keep = self.blocks_for(num_tokens)
         assert lease.num_indexed <= keep, "a block of the index would be taken back"
-        self._pool.release(reversed(lease.block_ids[keep:]), self._index.holds)
-        del lease.block_ids[keep:]
+        self._cut(lease, keep)
         lease.num_sent = min(lease.num_sent, keep)
 
     def free(self, lease: Lease) -> None:
@@ -263,6 +277,8 @@ class KVCache:
         self._pool.release((each for each in reversed(lease.block_ids) if each != NO_BLOCK), self._index.holds)
         lease.block_ids = []
         lease.num_indexed = lease.num_sent = 0
+        if self.states is not None:
+            self.states.free(lease.state)
 
     def set_prefix_caching(self, enabled: bool) -> None:
         """Switch on a live cache. Off forgets what nobody holds, in host memory too; what is held is forgotten when it
@@ -270,8 +286,16 @@ class KVCache:
         self.enable_prefix_caching = enabled
         if not enabled:
             self._pool.discard_evictable()
+            if self.states is not None:
+                self.states.clear()
             if self.host is not None:
                 self.host.clear()
+
+    def state_of(self, lease: Lease, start: int, num_tokens: int) -> RowState | None:
+        """Returns where a row that is planned now has its state; None where there are no states."""
+        if self.states is None:
+            return None
+        return self.states.plan(lease.state, start, num_tokens, self.enable_prefix_caching)
 
     def take_moves(self) -> tuple[Moves, Moves]:
         """Offloads (block, slot) and restores (slot, block), once each, for the plan that is sent next."""
@@ -325,6 +349,8 @@ class KVCache:
                 num_holders[block_id] = num_holders.get(block_id, 0) + 1
         self._pool.check(num_holders)
         self._index.check()
+        if self.states is not None:
+            self.states.check(lease.state for lease in leases)
         if self.host is not None:
             self.host.check(slot for lease in leases for _, slot in lease.in_host)
 
@@ -338,6 +364,11 @@ class KVCache:
             taken += self._pool.take(1)
             self.host.forget_restore(taken[-1])
         return taken
+
+    def _cut(self, lease: Lease, keep: int) -> None:
+        """Take the lease's blocks behind its first `keep` back, last first."""
+        self._pool.release(reversed(lease.block_ids[keep:]), self._index.holds)
+        del lease.block_ids[keep:]
 
     def _evict(self, host: HostTier, block_id: int) -> None:
         """The pool gives it away; its content may go to host memory."""

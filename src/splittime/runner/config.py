@@ -310,6 +310,7 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     pooling: how embeddings are made, as the model's files say.
     num_blocks: blocks that the scheduler may hand out, ids 0 to num_blocks - 1.
     num_host_slots: blocks of host memory for what is evicted; kv_offload: what that makes, in words.
+    num_state_slots: states of sequences that are kept, of `state_bytes` each; 0: the model's layers have none.
     context_length: positions that the checkpoint was made for. sliding_window: the smallest of any layer, or None.
     graph_sizes: numbers of decode rows for which a step was captured.
     tensor_parallel_size: ranks that share the model. Where there are several, weights_bytes, kv_bytes_per_block and
@@ -351,6 +352,8 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     execution: str = "host"
     execution_reason: str = ""
     num_host_slots: int = 0
+    num_state_slots: int = 0
+    state_bytes: int = 0
     prefill_ns_per_token: int = 0
     prefill_reason: str = ""
     speculative_config: str | None = None

@@ -7,6 +7,7 @@ import msgspec
 
 from splittime.core.errors import ConfigError
 from splittime.core.settings import Doc, StepLimits, check, settings_of
+from splittime.kv.states import SPARE_SLOTS
 
 LIVE_KNOBS = (
     "max_num_seqs",
@@ -28,6 +29,7 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: longest prompt plus output, in tokens.
     num_blocks: blocks of the KV cache; it must hold at least one request of max_model_len.
     num_host_slots: blocks of host memory for what is evicted from it; 0: what is evicted is lost.
+    num_state_slots: states of sequences that are kept, of models whose layers have some; 0: of others.
     policy: see `scheduler.state`.
     paused: admit and compute nothing until it is false again.
     """
@@ -35,6 +37,7 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: int = 2048
     num_blocks: int = 1024
     num_host_slots: int = 0
+    num_state_slots: int = 0
     max_prefill_tokens: Annotated[
         int | None,
         Doc(
@@ -61,6 +64,13 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
         check(self)
         _require(self.num_blocks >= 1, "num_blocks", self.num_blocks, "at least 1")
         _require(self.num_host_slots >= 0, "num_host_slots", self.num_host_slots, "at least 0")
+        least = self.max_num_seqs + SPARE_SLOTS if self.num_state_slots else 0
+        _require(
+            self.num_state_slots >= least,
+            "num_state_slots",
+            self.num_state_slots,
+            f"at least {least}: max_num_seqs ({self.max_num_seqs}) and {SPARE_SLOTS}",
+        )
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

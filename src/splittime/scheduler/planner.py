@@ -204,6 +204,8 @@ class Planner:
             return None
         sizes = (budget.num_decodes, config.max_num_batched_tokens, len(requests.running))
         least_survival = requests.speculation.plan(rows, *sizes, now_ns)
+        if requests.cache.states is not None:
+            rows = [self._with_state(row) for row in rows]
         self._step_id += 1
         requests.begin_step(self._step_id, rows)
         if shares:
@@ -215,6 +217,10 @@ class Planner:
         moves = offloads, restores
         imports = requests.cache.take_imports()
         return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted, imports)
+
+    def _with_state(self, row: Row) -> Row:
+        state = self._requests.cache.state_of(self._requests.by_id[row.request_id].lease, row.start, row.num_tokens)
+        return Row(row.request_id, row.start, row.token_ids, row.new_block_ids, row.num_samples, state=state)
 
     def _shares(self) -> dict[str, KeyShare]:
         """Returns the keys that run or wait; none where one alone has requests."""

@@ -271,7 +271,8 @@ class PromptPass:
         """Returns what keeps any request from being admitted now."""
         if not self._may_admit:
             return Cause.POLICY
-        if len(self._requests.running) >= self._config.max_num_seqs:
+        states = self._requests.cache.states
+        if len(self._requests.running) >= self._config.max_num_seqs or not (states is None or states.has_room):
             return Cause.BATCH_SLOTS
         if self._budget.tokens == 0 and self._config.batching == "continuous":
             return Cause.TOKEN_BUDGET

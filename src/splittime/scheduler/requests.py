@@ -228,7 +228,9 @@ class Requests:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.cache = KVCache(config.num_blocks, config.block_size, config.enable_prefix_caching, config.num_host_slots)
+        sizes = config.num_blocks, config.block_size
+        tiers = config.num_host_slots, config.num_state_slots
+        self.cache = KVCache(*sizes, config.enable_prefix_caching, *tiers)
         self.queue = WaitingQueue()
         self.held = HeldSet()
         self.adapter_slots = AdapterSlots(config.max_loras)

@@ -113,7 +113,7 @@ class QuietStretch:
 def num_undecided(requests: Requests) -> int:
     """Returns for how many steps from now on those who run do nothing but decode, if there are blocks for it, up to the
     one in which the first of them ends. 0 if the next step has more to do."""
-    if requests.is_shared:  # whose turn it is changes with each token
+    if requests.is_shared or requests.cache.states:  # whose turn it is, or a checkpoint, may come with each token
         return 0
     if requests.prompts_ahead or not requests.running or requests.speculation.active or requests.has_step_in_flight:
         return 0
