@@ -307,6 +307,11 @@ def kv_groups(layers: Sequence[LayerSpec]) -> tuple[KvGroup, ...]:
     return tuple(KvGroup(tuple(mine), *kind) for kind, mine in found.items())
 
 
+def state_floats(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Returns the size of a sequence's state in each layer that keeps one, in their order."""
+    return tuple(layer.mixer.state_floats for layer in layers if isinstance(layer.mixer, DeltaSpec))
+
+
 class Weighing(NamedTuple):
     """How scores become shares of the values: by a softmax, after `scale` and `cap` (see `AttentionSpec`).
 

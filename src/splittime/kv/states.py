@@ -95,7 +95,7 @@ class StateSlots:
         return True
 
     def plan(self, state: LeasedState, start: int, num_tokens: int, keeps: bool) -> RowState:
-        """Returns what a row of so many tokens reads and writes. keeps: it leaves checkpoints, while there are slots."""
+        """Returns what a row of so many tokens reads and writes. keeps: with checkpoints, while there are slots."""
         read, state.has_begun = state.own if state.has_begun else state.begins_from, True
         planned = []
         ends = range(start // self._every * self._every + self._every, start + num_tokens + 1, self._every)

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from splittime.core.errors import ConfigError, EngineError, SplittimeError
-from splittime.core.step import Admitted, Row
-from splittime.kernels.api import AttentionBatch, WeightScheme
+from splittime.core.step import NO_STATE, Admitted, Row, RowState
+from splittime.kernels.api import AttentionBatch, StateBatch, WeightScheme
 from splittime.kernels.low_rank import AdapterUse
 from splittime.models.adapters import Adapter, load_adapter
 from splittime.models.decoder import Decoder
@@ -159,9 +159,16 @@ class Batch:
         return hidden[to_device(ends, hidden.device)]
 
 
-def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, verifies_drafts: bool = False) -> Batch:
-    """Raises `EngineError` when a row's tokens lie outside its request's blocks, or it brings drafts that are not to be
-    verified or make no sense."""
+def build(
+    rows: Sequence[Row],
+    slots: Slots,
+    block_size: int,
+    zero_block: int,
+    verifies_drafts: bool = False,
+    has_states: bool = False,
+) -> Batch:
+    """has_states: the model's layers keep some. Raises `EngineError` when a row's tokens lie
+    outside its request's blocks, or it brings drafts that are not to be verified or make no sense."""
     for row in rows:
         slot = slots[row.request_id]
         check_row(row, slot, block_size)
@@ -183,6 +190,7 @@ def build(rows: Sequence[Row], slots: Slots, block_size: int, zero_block: int, v
         token_blocks=torch.from_numpy(tables[lines, positions // block_size]),
         token_offsets=torch.from_numpy(positions % block_size),
         num_decode_rows=sum(_is_decode(row, slots) for row in ordered),
+        states=_states(ordered, chosen) if has_states else None,
     )
     token_ids = np.array([token for row in ordered for token in row.token_ids])
     uses = uses_of([slot.adapter for slot in chosen], begins) if slots.adapters is not None else ()
@@ -196,6 +204,19 @@ def _places(rows: Sequence[Row], lengths: list[int], begins: list[int]) -> tuple
     if begins[-1] == len(rows):  # a token each
         return lines, positions
     return np.repeat(lines, lengths), np.arange(begins[-1]) + np.repeat(positions - begins[:-1], lengths)
+
+
+def _states(rows: Sequence[Row], slots: Sequence[Slot]) -> StateBatch:
+    """A row that names no state has that of its request's place."""
+    found = [
+        row.state or RowState(slot.place if row.start else NO_STATE, slot.place)
+        for row, slot in zip(rows, slots, strict=True)
+    ]
+    return StateBatch(
+        reads=[state.read for state in found],
+        writes=[state.write for state in found],
+        keeps=[(line, count, slot) for line, state in enumerate(found) for count, slot in state.keeps],
+    )
 
 
 def _parts(row: Row) -> Iterator[Row]:

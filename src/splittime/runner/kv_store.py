@@ -224,6 +224,7 @@ class KvStore:
             for layer in group.layers
         }
         self.layers = tuple(stores[layer] for layer in sorted(stores))
+        self.num_state_slots = num_state_slots
         self.states = tuple(_zeros((num_state_slots, size), torch.float32, device) for size in state_floats)
         self.num_host_slots = num_host_slots
         self._host = HostStore(self.layers, num_host_slots) if num_host_slots else None

@@ -19,7 +19,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import RefusedValues, TokenCost
 from splittime.kernels.api import AttentionBatch, Ops, WeightScheme
 from splittime.kernels.choose import make_backend
-from splittime.kernels.layer import kv_groups
+from splittime.kernels.layer import kv_groups, state_floats
 from splittime.kernels.low_rank import inner_bytes
 from splittime.models.config import ModelConfig
 from splittime.models.decoder import Decoder
@@ -259,7 +259,9 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
     num_blocks, reason = _choose_num_blocks(config, choices, step_bytes)
     if ranks is not None:
         num_blocks, num_slots = min(ranks.each(num_blocks)), min(ranks.each(num_slots))
+    floats = state_floats(choices.model.layers)
     sizes = (num_blocks, config.block_size, choices.kv_cache_dtype, choices.ops.device, num_slots)
+    sizes = (*sizes, floats, _num_state_slots(config, choices))
     with torch.inference_mode():
         store = KvStore(decoder.kv_groups, *sizes)
     return store, reason
@@ -267,6 +269,16 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
 
 def _bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
     return bytes_per_block(kv_groups(model.layers), config.block_size, kv_cache_dtype)
+
+
+def _num_state_slots(config: RunnerConfig, choices: _Choices) -> int:
+    state_bytes = _state_bytes(choices.model)
+    return machine.choose_num_state_slots(config, state_bytes) if state_bytes else 0
+
+
+def _state_bytes(model: ModelConfig) -> int:
+    """Returns the size of a sequence's state in all layers, which keep them in float32."""
+    return torch.float32.itemsize * sum(state_floats(model.layers))
 
 
 def draft_bytes_per_block(config: RunnerConfig, model: ModelConfig, kv_cache_dtype: torch.dtype) -> int:
@@ -299,8 +311,9 @@ def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int 
         room = room_bytes(device, config.gpu_memory_utilization, step_bytes)
         told = f"{room / 2**30:.1f} GiB of the card: gpu_memory_utilization={config.gpu_memory_utilization:g}"
         return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, (room, told))
-    step_bytes = adapter_bytes(config, choices.ops.name)
-    return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, None, step_bytes)
+    step_bytes, state_bytes = adapter_bytes(config, choices.ops.name), _state_bytes(choices.model)
+    states_bytes = state_bytes * _num_state_slots(config, choices)
+    return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, None, step_bytes, states_bytes)
 
 
 def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: KvStore, num_threads: int) -> Resolved:
@@ -337,6 +350,8 @@ def _resolved(config: RunnerConfig, choices: _Choices, loaded: Loaded, store: Kv
         "context_length": model.max_position_embeddings,
         "sliding_window": min(model.windows, default=None),
         "num_host_slots": store.num_host_slots,
+        "num_state_slots": store.num_state_slots,
+        "state_bytes": _state_bytes(model),
         "kv_offload": story(store.num_host_slots, config.block_size, block_bytes),
     }
     return msgspec.convert(values | choices.reasons, Resolved)

@@ -25,6 +25,7 @@ from splittime.core.this_process import affinity, cache_folder, free_memory_byte
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import PAIRS, TILES, choose_isa
 from splittime.kernels.native.library import LibraryMissing, library
+from splittime.kv.states import SPARE_SLOTS
 from splittime.models.config import ModelConfig
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.quant.plan import WeightPlan, choose
@@ -260,21 +261,50 @@ def _kept_bytes(config: RunnerConfig, free_bytes: int) -> int:
     return kept_bytes
 
 
+STATES_SHARE = 4  # one in so many bytes of the cache's may go to checkpoints of states
+CHECKPOINTS = 16  # for each request that runs, if there is room
+
+
+def choose_num_state_slots(config: RunnerConfig, state_bytes: int, step_bytes: int = 0) -> int:
+    """Returns how many states are kept, of a model whose layers keep some: one for each request that runs, and
+    checkpoints within a share of the cache's memory. Raises `ConfigError` where the first leave no room for blocks."""
+    budget = config.kv_cache_memory_bytes or _free_budget(config, step_bytes)
+    least = config.max_num_seqs + SPARE_SLOTS
+    if 2 * least * state_bytes > budget:
+        message = f"states of max_num_seqs={config.max_num_seqs} requests and {SPARE_SLOTS} checkpoints, {state_bytes}"
+        raise ConfigError(
+            f"{message} bytes each, take more than half of the cache's {budget} bytes",
+            param="max_num_seqs",
+            value=config.max_num_seqs,
+            limit=max(0, budget // (2 * state_bytes) - SPARE_SLOTS),
+            hint="lower max_num_seqs, or raise kv_cache_memory_bytes",
+        )
+    return max(least, min(least + CHECKPOINTS * config.max_num_seqs, budget // STATES_SHARE // state_bytes))
+
+
+def _free_budget(config: RunnerConfig, step_bytes: int) -> int:
+    free_bytes = free_memory_bytes()
+    kept_bytes = _kept_bytes(config, free_bytes) + step_bytes
+    return int(max(0, free_bytes - kept_bytes) // config.tensor_parallel_size * FREE_MEMORY_SHARE)
+
+
 def choose_num_blocks(
     config: RunnerConfig,
     max_model_len: int,
     bytes_per_block: int,
     room: tuple[int, str] | None = None,
     step_bytes: int = 0,
+    states_bytes: int = 0,
 ) -> tuple[int, str]:
     """Blocks of KV cache, and why. room: bytes of a card that it may take, and which those are. step_bytes: of the
-    machine's memory, what a step may come to take. Raises `ConfigError` when one full context does not fit."""
+    machine's memory, what a step may come to take. states_bytes: of the cache's, what states take. Raises `ConfigError`
+    when one full context does not fit."""
     blocks_per_context = -(-max_model_len // config.block_size)
     wanted = config.max_num_seqs * blocks_per_context
     if config.kv_cache_memory_bytes is not None:
-        num_blocks, reason = config.kv_cache_memory_bytes // bytes_per_block, "kv_cache_memory_bytes"
-        budget = config.kv_cache_memory_bytes
-        _refuse_beyond(memory_bytes(), budget)
+        _refuse_beyond(memory_bytes(), config.kv_cache_memory_bytes)
+        budget, reason = max(0, config.kv_cache_memory_bytes - states_bytes), "kv_cache_memory_bytes"
+        num_blocks = budget // bytes_per_block
     elif room is not None:
         budget, reason = room
         num_blocks = budget // bytes_per_block
@@ -282,9 +312,7 @@ def choose_num_blocks(
         if num_blocks > most:
             num_blocks, reason = most, f"no more than {most} blocks for so small a model, of {reason}"
     else:
-        free_bytes = free_memory_bytes()
-        kept_bytes = _kept_bytes(config, free_bytes) + step_bytes
-        budget = int(max(0, free_bytes - kept_bytes) // config.tensor_parallel_size * FREE_MEMORY_SHARE)
+        budget = max(0, _free_budget(config, step_bytes) - states_bytes)
         num_blocks = min(wanted, budget // bytes_per_block)
         reason = f"max_num_seqs={config.max_num_seqs} full contexts"
         if num_blocks < wanted:

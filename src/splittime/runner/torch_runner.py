@@ -165,7 +165,8 @@ class TorchRunner:
         step.look_ahead_ns = time.monotonic_ns() - begin_ns
 
     def _batch(self, rows: list[Row]) -> Batch:
-        return batches.build(rows, self.slots, self.store.block_size, self.store.zero_block, self.verifies_drafts)
+        sizes = self.store.block_size, self.store.zero_block
+        return batches.build(rows, self.slots, *sizes, self.verifies_drafts, bool(self.store.states))
 
     def _note_launch(self, step: Launched, began_ns: int) -> None:
         if step.computed is not None:
