@@ -93,11 +93,11 @@ def test_kernels_that_could_change_an_answer_are_refused_before_a_weight_is_read
 def test_auto_guesses_nothing_where_it_cannot(kernels: str, changes: dict, words: str) -> None:
     config = RunnerConfig(model_path="x", **changes)
     config.validate()
-    settled, reason = settle_speculation(config, kernels)
+    settled, reason = settle_speculation(config, kernels, has_states=False)
     assert speculative_config(settled.speculative_config) is None
     assert words in reason
     asked = RunnerConfig(model_path="x", speculative_config='{"method": "suffix"}')
-    assert settle_speculation(asked, kernels)[0] is asked, "what is asked for by name is refused elsewhere, not dropped"
+    assert settle_speculation(asked, kernels, has_states=False)[0] is asked, "what is asked for by name is refused elsewhere, not dropped"
 
 
 @pytest.mark.parametrize("step_ms", [LEAST_STEP_MS, LEAST_STEP_MS - 0.01])

@@ -134,7 +134,8 @@ def _receive(inbound: str, outbound: str, parts: EngineParts) -> Inbox:
     def put(message: ToEngine) -> None:
         inbox.put(message, time.monotonic_ns())
 
-    if parts.grammars is not None and not parts.engine.plans_ahead:  # else steps in flight have rows of who is late
+    goes_back = not parts.engine.plans_ahead and parts.engine.scheduler.cache.states is None
+    if parts.grammars is not None and goes_back:  # else steps in flight have rows of who is late, or its state went on
         parts.grammars.tell_found(lambda request_id: put(MaskFound(request_id)))
     blocks = KvGate(parts.sharing, parts.engine.scheduler.cache, put)
     gate = AdapterGate(parts.adapters, put, GrammarGate(parts.grammars, blocks.let_in).let_in)

@@ -135,7 +135,7 @@ def load_part(
 ) -> TorchRunner:
     """The runner of one rank's part of a model, which without `ranks` is all of it."""
     decoder, store, resolved, cost, scheme = load(config, on_phase, on_layer, ranks)
-    config, guessing = settle_speculation(config, decoder.ops.name)
+    config, guessing = settle_speculation(config, decoder.ops.name, has_states=bool(store.states))
     execution, reason = _choose_execution(config, decoder)
     kind = "device" if execution.is_apart else "host"
     resolved = msgspec.structs.replace(resolved, execution=kind, execution_reason=reason, speculative_reason=guessing)

@@ -12,7 +12,7 @@ from splittime.core.errors import ConfigError
 from splittime.core.facts import RefusedValues
 from splittime.kernels.api import Ops
 from splittime.kernels.choose import BACKENDS
-from splittime.kernels.layer import MixtureSpec
+from splittime.kernels.layer import MixtureSpec, state_floats
 from splittime.models.config import ModelConfig
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.load import is_gguf, read_config
@@ -73,6 +73,8 @@ def _parts_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "caps the scores of attention", HOST
     if any(layer.mixer.has_sinks for layer in model.layers):
         yield "gives heads sinks", HOST
+    if state_floats(model.layers):
+        yield "keeps states", HOST
 
 
 def settle_kernels(asked: str, model: ModelConfig, kernels: str, reason: str) -> tuple[str, str]:
@@ -110,12 +112,29 @@ def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
         raise ConfigError(message, param="tensor_parallel_size", value=config.tensor_parallel_size, limit=1, hint=hint)
 
 
-def settle_speculation(config: RunnerConfig, kernels: str) -> tuple[RunnerConfig, str]:
+def check_states(config: RunnerConfig, model: ModelConfig) -> None:
+    """Raises `ConfigError` for a setting that layers with states do not go with."""
+    if not state_floats(model.layers):
+        return
+    drafts = speculative_config(config.speculative_config)
+    settings: dict[str, tuple[object, bool]] = {
+        "tensor_parallel_size": (config.tensor_parallel_size, config.tensor_parallel_size > 1),
+        "enable_lora": (config.enable_lora, config.enable_lora),
+        "kv_peers": (list(config.kv_peers), bool(config.kv_peers or config.kv_export)),
+        "speculative_config": (config.speculative_config, drafts is not None and drafts.method != "auto"),
+    }
+    for name, (value, is_asked) in settings.items():
+        if is_asked:
+            message = f"{name} does not go with {model.architecture}, whose layers keep a state of each sequence"
+            raise ConfigError(message, param=name, value=value, hint=f"leave {name} out")
+
+
+def settle_speculation(config: RunnerConfig, kernels: str, *, has_states: bool) -> tuple[RunnerConfig, str]:
     """Returns these settings, in which nothing is guessed where "auto" cannot, and why in words."""
     asked = speculative_config(config.speculative_config)
     if asked is None or asked.method != "auto":
         return config, "as asked"
-    found = ", ".join(config.drafts_obstacles(kernels))
+    found = ", ".join([*config.drafts_obstacles(kernels), *["layers with states"] * has_states])
     if not found:
         return config, ""
     return msgspec.structs.replace(config, speculative_config=NONE), f"auto: drafts do not go with {found}"

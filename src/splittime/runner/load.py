@@ -177,6 +177,7 @@ class _Choices:
         honoured.check_speculation(config, model, kernels)
         honoured.check_sharing(config, kernels)
         honoured.check_adapters(config, kernels)
+        honoured.check_states(config, model)
         dtype, dtype_reason = machine.choose_dtype(config.dtype, model.checkpoint_dtype, kernels)
         kv_cache_dtype = machine.choose_kv_cache_dtype(config.kv_cache_dtype, dtype, kernels)
         machine.packed_cache_folder(config.packed_cache)

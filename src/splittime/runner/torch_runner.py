@@ -75,8 +75,9 @@ class TorchRunner:
 
     @property
     def verifies_drafts(self) -> bool:
-        """Rows may bring drafts. Otherwise one that does is refused with an `EngineError`."""
-        return self.execution.verifies_drafts and self.lead is None
+        """Rows may bring drafts. Otherwise one that does is refused with an `EngineError`. A state cannot be cut back
+        to the tokens that were accepted."""
+        return self.execution.verifies_drafts and self.lead is None and not self.store.states
 
     def watch(self, tell: Callable[[SplittimeError], None]) -> None:
         """Calls `tell`, in another thread, if the runner fails for good between two steps. One process never does."""
