@@ -97,7 +97,9 @@ def test_auto_guesses_nothing_where_it_cannot(kernels: str, changes: dict, words
     assert speculative_config(settled.speculative_config) is None
     assert words in reason
     asked = RunnerConfig(model_path="x", speculative_config='{"method": "suffix"}')
-    assert settle_speculation(asked, kernels, has_states=False)[0] is asked, "what is asked for by name is refused elsewhere, not dropped"
+    assert settle_speculation(asked, kernels, has_states=False)[0] is asked, (
+        "what is asked for by name is refused elsewhere, not dropped"
+    )
 
 
 @pytest.mark.parametrize("step_ms", [LEAST_STEP_MS, LEAST_STEP_MS - 0.01])

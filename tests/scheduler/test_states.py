@@ -15,7 +15,7 @@ from test_host_moves import BLOCK, EVENTS, Prefix, ask, drained, prompt_of
 from benchmarks.fake_runner import FakeRunner
 from splittime.core.clock import VirtualClock
 from splittime.core.errors import ConfigError
-from splittime.core.step import NO_STATE, PENDING, Row, RowResult, StepPlan, StepResult
+from splittime.core.step import NO_STATE, PENDING, SPARE_STATES, Row, RowResult, StepPlan, StepResult
 from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.kv import states
@@ -162,7 +162,7 @@ def test_a_fork_goes_on_from_the_last_checkpoint_that_it_shares() -> None:
 
 def test_blocks_without_a_checkpoint_are_computed_again() -> None:
     """With as few slots as there may be none is left for a checkpoint."""
-    crank, runner = cranked(make(2 + states.SPARE_SLOTS - 1, max_num_seqs=1))
+    crank, runner = cranked(make(2 + SPARE_STATES - 1, max_num_seqs=1))
     answered(crank, ask("first", prompt_of(1, 40)))
     runner.num_computed = 0
     answered(crank, ask("again", prompt_of(1, 40)))

@@ -41,6 +41,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 NO_STATE = -1
 """In the place of a slot: the state before the first token."""
+SPARE_STATES = 2  # slots that a newcomer finds: one of its own, and the checkpoint that it goes on from
 
 
 class RowState(msgspec.Struct, frozen=True, gc=False, array_like=True):

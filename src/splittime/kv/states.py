@@ -19,11 +19,10 @@ another one reads. Steps run in order, so what a later step writes may be given 
 import math
 from collections.abc import Iterable, Sequence
 
-from splittime.core.step import NO_STATE, RowState
+from splittime.core.step import NO_STATE, SPARE_STATES, RowState
 from splittime.kv.blocks import BlockPool, PrefixIndex
 
 CHECKPOINT_TOKENS = 64
-SPARE_SLOTS = 2  # that a newcomer finds: one of its own, and the checkpoint that it goes on from
 
 
 class LeasedState:
@@ -73,7 +72,7 @@ class StateSlots:
     @property
     def has_room(self) -> bool:
         """Returns whether a newcomer finds a slot."""
-        return self._pool.num_free >= SPARE_SLOTS
+        return self._pool.num_free >= SPARE_STATES
 
     def find(self, state: LeasedState, names: Sequence[bytes]) -> int:
         """Hold the last checkpoint within the blocks of these names. Returns how many of them lie before it."""
@@ -100,7 +99,7 @@ class StateSlots:
         planned = []
         ends = range(start // self._every * self._every + self._every, start + num_tokens + 1, self._every)
         for end in ends if keeps else ():
-            if self._pool.num_free <= SPARE_SLOTS:
+            if self._pool.num_free <= SPARE_STATES:
                 break
             (slot,) = self._pool.take(1)
             planned.append((end - start, slot))

@@ -21,11 +21,11 @@ import torch
 
 from splittime.core.errors import ConfigError
 from splittime.core.facts import Machine
+from splittime.core.step import SPARE_STATES
 from splittime.core.this_process import affinity, cache_folder, free_memory_bytes, num_cores, quota_cores
 from splittime.kernels.api import Ops
 from splittime.kernels.native.check import PAIRS, TILES, choose_isa
 from splittime.kernels.native.library import LibraryMissing, library
-from splittime.kv.states import SPARE_SLOTS
 from splittime.models.config import ModelConfig
 from splittime.models.encoder_config import EncoderConfig
 from splittime.models.quant.plan import WeightPlan, choose
@@ -269,14 +269,14 @@ def choose_num_state_slots(config: RunnerConfig, state_bytes: int, step_bytes: i
     """Returns how many states are kept, of a model whose layers keep some: one for each request that runs, and
     checkpoints within a share of the cache's memory. Raises `ConfigError` where the first leave no room for blocks."""
     budget = config.kv_cache_memory_bytes or _free_budget(config, step_bytes)
-    least = config.max_num_seqs + SPARE_SLOTS
+    least = config.max_num_seqs + SPARE_STATES
     if 2 * least * state_bytes > budget:
-        message = f"states of max_num_seqs={config.max_num_seqs} requests and {SPARE_SLOTS} checkpoints, {state_bytes}"
+        message = f"states of max_num_seqs={config.max_num_seqs} requests and {SPARE_STATES} checkpoints, {state_bytes}"
         raise ConfigError(
             f"{message} bytes each, take more than half of the cache's {budget} bytes",
             param="max_num_seqs",
             value=config.max_num_seqs,
-            limit=max(0, budget // (2 * state_bytes) - SPARE_SLOTS),
+            limit=max(0, budget // (2 * state_bytes) - SPARE_STATES),
             hint="lower max_num_seqs, or raise kv_cache_memory_bytes",
         )
     return max(least, min(least + CHECKPOINTS * config.max_num_seqs, budget // STATES_SHARE // state_bytes))
