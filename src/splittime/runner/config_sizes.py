@@ -18,7 +18,7 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.layer import LayerSpec, MixtureSpec, kv_groups, mlps_of
+from splittime.kernels.layer import AttentionSpec, DeltaSpec, LayerSpec, MixtureSpec, kv_groups, mlps_of
 from splittime.models.config import ModelConfig, load_config, parse_config
 from splittime.models.fields import read_json
 from splittime.models.quant.plan import QUANTIZATIONS, WeightPlan, choose, kept_bytes
@@ -36,7 +36,6 @@ def cost(
     model: ModelConfig, plan: WeightPlan, sizes: PackedSizes, weights_bytes: int, kv_bytes_per_token: int
 ) -> TokenCost:
     """weights_bytes: of all packed weights, the head's and every expert's among them."""
-    mixers = [layer.mixer for layer in model.layers]
     products = [part for layer in model.layers for part in (layer.mixer, layer.feed_forward)]
     of_inputs = 3 * model.num_layers * model.layer_input_size * model.hidden_size
     routers = [layer.feed_forward.router for layer in model.layers if isinstance(layer.feed_forward, MixtureSpec)]
@@ -45,7 +44,7 @@ def cost(
         weight_bytes=weights_bytes - idle_expert_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
         operations_per_token=2 * (sum(part.num_weights(model.hidden_size) for part in products) + of_inputs),
-        operations_per_context_token=4 * sum(mixer.query_width for mixer in mixers),
+        operations_per_context_token=4 * sum(mixer.query_width for mixer in model.attention),
         head_bytes=_bytes(sizes, model.vocab_size, model.hidden_size, plan.head),
         operations_per_sample=2 * model.vocab_size * model.hidden_size,
         window_tokens=max(model.windows, default=None),
@@ -137,14 +136,21 @@ def _require(name: str, known: tuple[str, ...], param: str) -> None:
 
 def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:
     mixer, part = layer.mixer, layer.feed_forward
-    attention = kept_bytes(mixer.query_width + mixer.own_kv_width, hidden, plan.layers)
-    attention += kept_bytes(mixer.own_kv_width, hidden, plan.finer)
-    attention += kept_bytes(hidden, mixer.query_width, plan.layers)
+    mixed = _mixer_bytes(mixer, hidden, plan)
     each, *shared = (
         kept_bytes(mlp.outputs, hidden, plan.layers) + kept_bytes(hidden, mlp.inner, plan.finer)
         for mlp in mlps_of(part)
     )
     if not isinstance(part, MixtureSpec):
-        return attention + each
+        return mixed + each
     routed = kept_bytes(part.router.num_experts + part.gates_shared, hidden, plan.router)
-    return attention + part.router.num_experts * each + sum(shared) + routed
+    return mixed + part.router.num_experts * each + sum(shared) + routed
+
+
+def _mixer_bytes(mixer: AttentionSpec | DeltaSpec, hidden: int, plan: WeightPlan) -> int:
+    if isinstance(mixer, DeltaSpec):
+        outputs = mixer.channels + mixer.inner + 2 * mixer.num_value_heads
+        return kept_bytes(outputs, hidden, plan.layers) + kept_bytes(hidden, mixer.inner, plan.layers)
+    num_bytes = kept_bytes(mixer.query_width + mixer.own_kv_width, hidden, plan.layers)
+    num_bytes += kept_bytes(mixer.own_kv_width, hidden, plan.finer)
+    return num_bytes + kept_bytes(hidden, mixer.query_width, plan.layers)

@@ -69,9 +69,9 @@ def check_adapters(config: RunnerConfig, kernels: str) -> None:
 
 def _parts_of(model: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yields what its layers compute and not all kernels do, with those that do; the first are the quickest."""
-    if any(layer.mixer.score_cap for layer in model.layers):
+    if any(mixer.score_cap for mixer in model.attention):
         yield "caps the scores of attention", HOST
-    if any(layer.mixer.has_sinks for layer in model.layers):
+    if any(mixer.has_sinks for mixer in model.attention):
         yield "gives heads sinks", HOST
     if state_floats(model.layers):
         yield "keeps states", HOST
@@ -100,8 +100,8 @@ def _tell(words: str) -> None:
 def check_ranks(config: RunnerConfig, model: ModelConfig) -> None:
     first = model.layers[0]
     norms = {
-        "the queries of all heads together": first.mixer.normed == "all",
-        "the queries of all heads by scales of their own": first.mixer.normed == "apart",
+        "the queries of all heads together": model.attention[0].normed == "all",
+        "the queries of all heads by scales of their own": model.attention[0].normed == "apart",
         "inputs that each layer has of its own": model.layer_input_size > 0,
         "what all experts add together": isinstance(first.feed_forward, MixtureSpec) and first.feed_forward.is_apart,
     }

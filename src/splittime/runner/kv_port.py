@@ -74,6 +74,6 @@ def layout_of(runner: TorchRunner) -> str:
     hashes = fingerprints(files, machine.packed_cache_folder(config.packed_cache))
     values = {name: getattr(resolved, name) for name in OF_NUMBERS}
     shapes = [(list(tensor.shape[1:]), str(tensor.dtype)) for tensor in runner.store.tensors]
-    turned_far = [layer.mixer.position.is_far(resolved.max_model_len) for layer in decoder.config.layers]
+    turned_far = [mixer.position.is_far(resolved.max_model_len) for mixer in decoder.config.attention]
     facts = [__version__, torch.__version__, repr(decoder.config), sorted(hashes), values, shapes, turned_far]
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

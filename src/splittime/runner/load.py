@@ -239,7 +239,7 @@ def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
     widest = max(model.vocab_size, *(layer.widest for layer in model.layers))
     matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
     needed = {
-        "max_model_len": choices.max_model_len * max(layer.mixer.head_dim for layer in model.layers) * TURN_BYTES,
+        "max_model_len": choices.max_model_len * max(mixer.head_dim for mixer in model.attention) * TURN_BYTES,
         "model": matrix_bytes,
     }
     for param, num_bytes in needed.items():
@@ -262,9 +262,9 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
         num_blocks, num_slots = min(ranks.each(num_blocks)), min(ranks.each(num_slots))
     floats = state_floats(choices.model.layers)
     sizes = (num_blocks, config.block_size, choices.kv_cache_dtype, choices.ops.device, num_slots)
-    sizes = (*sizes, floats, _num_state_slots(config, choices))
+    states = (floats, _num_state_slots(config, choices))
     with torch.inference_mode():
-        store = KvStore(decoder.kv_groups, *sizes)
+        store = KvStore(decoder.kv_groups, *sizes, *states)
     return store, reason
 
 

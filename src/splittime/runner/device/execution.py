@@ -36,7 +36,7 @@ from splittime.core.sampling import SamplingParams
 from splittime.core.step import PENDING
 from splittime.kernels import plain
 from splittime.kernels.api import AttentionBatch, KvShape
-from splittime.kernels.layer import KvGroup, Weighing
+from splittime.kernels.layer import AttentionSpec, KvGroup, Weighing
 from splittime.kernels.triton import attention, attention_prefill, grouped, sampling
 from splittime.kernels.triton.mixture import MixtureLayer
 from splittime.kernels.triton.ops import TritonOps
@@ -265,6 +265,7 @@ def _attend(decoder: Decoder, store: KvStore, max_model_len: int) -> None:
     ops = decoder.ops
     for group, shape in zip(decoder.kv_groups, store.shapes, strict=True):
         mixer, kv = decoder.config.layers[group.layers[0]].mixer, store.layers[group.layers[0]]
+        assert isinstance(mixer, AttentionSpec)
         sharing, longest = mixer.num_heads // mixer.num_kv_heads, min(LONG_CONTEXT, max_model_len)
         for tokens in attention_prefill.lines(shape, sharing, ops.activation_dtype.itemsize):
             length = min(tokens, longest)
