@@ -97,7 +97,7 @@ def answered(crank: Crank, *requests: object) -> None:
 @settings(max_examples=250, deadline=None)
 @given(
     st.integers(17, 24),
-    st.integers(6, 24),
+    st.integers(3, 24),
     st.booleans(),
     st.booleans(),
     st.lists(EVENTS, min_size=4, max_size=40),
@@ -209,9 +209,10 @@ def test_a_forgotten_cache_has_no_checkpoints() -> None:
     assert runner.num_computed == 20
 
 
-def test_too_few_slots_for_the_batch_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_state_slots is 5; it must be at least 6"):
-        make(5)
+@pytest.mark.parametrize("num_slots", [-1, 1, 2])
+def test_too_few_slots_for_one_request_are_refused(num_slots: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_state_slots is {num_slots}; it must be 0, or above 2"):
+        make(num_slots)
 
 
 def test_models_without_states_name_none() -> None:

@@ -41,6 +41,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 NO_STATE = -1
 """In the place of a slot: the state before the first token."""
+CHECKPOINT_TOKENS = 64  # between two states that a prompt can go on from, or the least multiple that is whole blocks
 SPARE_STATES = 2  # slots that a newcomer finds: one of its own, and the checkpoint that it goes on from
 
 

@@ -78,6 +78,7 @@ _LOOKS: dict[Stage, tuple[str, str]] = {  # of each stage its letter in a bar, a
 WHY_AGAIN = {
     "cache_off": "The prefix cache is off.",
     "within_a_block": "They fill no whole block, and only whole blocks are found again.",
+    "between_checkpoints": "The model keeps a state, and prompts go on only from its copies, every 64 tokens or so.",
     "not_kept": "The prefix cache had them no longer.",
     "not_given": "The prefix cache did not give them.",
     "salted_apart": "They were under another cache_salt, or another key: what is cached is apart.",

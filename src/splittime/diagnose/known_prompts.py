@@ -11,12 +11,14 @@ else instead: by how many tokens each of the two has until the first part of bot
 shorter than before; a history that loses something is shorter each time.
 """
 
+import math
 from collections import defaultdict
 from itertools import takewhile
 from typing import NamedTuple
 
 import msgspec
 
+from splittime.core.step import CHECKPOINT_TOKENS
 from splittime.diagnose.books import Books, once
 from splittime.diagnose.rules.evidence import in_stages, is_whole, served, setting, time_ns
 from splittime.ledger.account import ClosedAccount
@@ -31,7 +33,8 @@ MOST, FEW = 0.5, 0.25  # of those that go on like an earlier one lack something,
 class Missed(msgspec.Struct, frozen=True):
     """Tokens that a request computed though they were known, the token before which that begins, and the time. dropped:
     how many more tokens stood there in an earlier prompt that goes on as this one does; below 0: fewer. in_blocks: of
-    the tokens, those that blocks of the server's size can hold. earlier: the id of a request that had them."""
+    the tokens, those that whole blocks of the server can hold, or that lie before its checkpoints of states. earlier:
+    the id of a request that had them."""
 
     account: ClosedAccount
     tokens: int
@@ -146,10 +149,11 @@ def all_missed(books: Books) -> AllMissed:
 def _begun(books: Books, known: _Known, account: ClosedAccount, begin_ns: int, less: int = 0) -> Missed:
     """Returns what of the prompt's beginning was known and computed again. less: so many tokens count elsewhere."""
     block_size = setting(books, "block_size") or DEFAULT_BLOCK
+    found_again = math.lcm(block_size, CHECKPOINT_TOKENS) if setting(books, "num_state_slots") else block_size
     _, at_token, earlier = _known_beginning(known, account, begin_ns)
     prefix = min(at_token, account.prompt_tokens - 1, computed_until(books)[account.request_id])
     had, smallest = account.cached_tokens, min(block_size, DEFAULT_BLOCK)
-    lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, block_size))
+    lost, in_blocks = (max(0, prefix // size * size - had) for size in (smallest, found_again))
     lost -= less
     return Missed(account, lost, had, lost * token_ns(books, account), 0, in_blocks, earlier)
 
@@ -183,7 +187,8 @@ def _with_dropped(found: AllMissed) -> AllMissed:
 class ComputedAgain(msgspec.Struct, frozen=True):
     """Prompt tokens that a request computed though `earlier` had them, what that took, and why.
 
-    why: `cache_off`; `within_a_block`: only whole blocks are found again; `not_kept`: the cache had given them up;
+    why: `cache_off`; `within_a_block`: only whole blocks are found again; `between_checkpoints`: the model's layers
+    keep states, from which prompts go on only where there is a copy; `not_kept`: the cache had given them up;
     `not_given`: the server's settings are not known here; `salted_apart`: they were under another `cache_salt`;
     `differs`: they stand behind a first difference, which lies within tokens from_token to until_token; `lacks`: so
     too, and `lacks` tokens that `earlier` had there are gone."""
@@ -218,7 +223,9 @@ def _why_not_given(miss: Missed, books: Books) -> str:
         return "not_given"
     if setting(books, "enable_prefix_caching") is False:
         return "cache_off"
-    return "within_a_block" if miss.in_blocks < miss.tokens / 2 else "not_kept"
+    if miss.in_blocks >= miss.tokens / 2:
+        return "not_kept"
+    return "between_checkpoints" if setting(books, "num_state_slots") else "within_a_block"
 
 
 def first_part_tokens(miss: Missed) -> int:

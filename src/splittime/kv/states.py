@@ -19,10 +19,8 @@ another one reads. Steps run in order, so what a later step writes may be given 
 import math
 from collections.abc import Iterable, Sequence
 
-from splittime.core.step import NO_STATE, SPARE_STATES, RowState
+from splittime.core.step import CHECKPOINT_TOKENS, NO_STATE, SPARE_STATES, RowState
 from splittime.kv.blocks import BlockPool, PrefixIndex
-
-CHECKPOINT_TOKENS = 64
 
 
 class LeasedState:

@@ -265,6 +265,8 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
     states = (floats, _num_state_slots(config, choices))
     with torch.inference_mode():
         store = KvStore(decoder.kv_groups, *sizes, *states)
+    if floats:
+        reason += f"; beside them {store.num_state_slots} states of {_state_bytes(choices.model)} bytes"
     return store, reason
 
 

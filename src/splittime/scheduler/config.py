@@ -64,13 +64,8 @@ class SchedulerConfig(StepLimits, frozen=True, kw_only=True, forbid_unknown_fiel
         check(self)
         _require(self.num_blocks >= 1, "num_blocks", self.num_blocks, "at least 1")
         _require(self.num_host_slots >= 0, "num_host_slots", self.num_host_slots, "at least 0")
-        least = self.max_num_seqs + SPARE_STATES if self.num_state_slots else 0
-        _require(
-            self.num_state_slots >= least,
-            "num_state_slots",
-            self.num_state_slots,
-            f"at least {least}: max_num_seqs ({self.max_num_seqs}) and {SPARE_STATES}",
-        )
+        slots = self.num_state_slots
+        _require(slots == 0 or slots > SPARE_STATES, "num_state_slots", slots, f"0, or above {SPARE_STATES}")
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2: a prompt and an output")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

@@ -230,7 +230,7 @@ def uncached_reuse(books: Books) -> Answer:
     hit = sum(account.cached_tokens for account in accounts)
     is_off = setting(books, "enable_prefix_caching") is False
     is_coarse = sum(miss.in_blocks for miss in missed) < tokens / 2
-    if is_coarse and hit > tokens:  # the rest of a block, behind more that was found
+    if is_coarse and (hit > tokens or setting(books, "num_state_slots")):  # the rest of a block, or what no block mends
         return None
     cure = _USE_SMALL_BLOCKS if is_coarse else _KEEP_PREFIXES
     state = "on, but they were no longer there"

@@ -124,7 +124,7 @@ def build(config: ModelConfig, index: int, weights: Weights, ops: TapOps) -> Com
         ops.pack_norm(weights[f"{name}.weight"], spec.norm.eps) for name in (layer_map.INPUT_NORM, layer_map.MLP_NORM)
     ]
     is_paired = layer_names(config.architecture).rows_are_paired
-    mixer, part = _attention(spec.mixer, weights, ops, is_paired), _feed_forward(config, index, weights)
+    mixer, part = _attention(config.attention[index], weights, ops, is_paired), _feed_forward(config, index, weights)
     return ComposedLayer(
         ops, layers.LayerWeights(spec, norms[0], mixer, norms[1], part), "the inputs of its parts are gathered"
     )
@@ -194,7 +194,7 @@ class Sequences:
         place = torch.zeros(length, dtype=torch.int64)
         batch = AttentionBatch([0, length], [length], place[:1, None], place, torch.arange(length), 0)
         self._places = [self._place(group, length, batch) for group in layers.kv_groups(config.layers)]
-        kinds = {(one.mixer.position, one.mixer.head_dim) for one in config.layers}
+        kinds = {(mixer.position, mixer.head_dim) for mixer in config.attention}
         self._turns = {kind: rope.turns(*kind, length) for kind in kinds}
 
     def _place(self, group: layers.KvGroup, length: int, batch: AttentionBatch) -> "_Place":
@@ -205,7 +205,8 @@ class Sequences:
     def run(self, index: int, weights: Weights, hidden: Tensor, into: Tensor | None) -> None:
         """hidden: float32 [N, length, hidden]; what the layer makes of it goes to `into`, which may be the same."""
         layer = build(self.config, index, weights, self.ops)
-        place, mixer = next(place for place in self._places if index in place.group.layers), layer.weights.spec.mixer
+        place = next(place for place in self._places if index in place.group.layers)
+        mixer = self.config.attention[index]
         turns = self._turns[mixer.position, mixer.head_dim]
         for number, sequence in enumerate(hidden):
             out = layer(sequence, turns, place.store, place.plan)

@@ -196,11 +196,11 @@ class Treatment:
         """[value heads, query heads of each, head_dim]; [1, 1, in] for what is not attention's output."""
         if group.source != V:
             return channels.view(1, 1, -1)
-        mixer = self.config.layers[self.index].mixer
+        mixer = self.config.attention[self.index]
         return channels.view(mixer.num_kv_heads, self._sharing(group), mixer.head_dim)
 
     def _sharing(self, group: LinearGroup) -> int:
-        mixer = self.config.layers[self.index].mixer
+        mixer = self.config.attention[self.index]
         return mixer.num_heads // mixer.num_kv_heads if group.source == V else 1
 
     def _fold(self, group: LinearGroup, source: str, scales: Tensor) -> Tensor:
