@@ -1,0 +1,194 @@
+"""The engine on models of which some layers keep states: however a request is scheduled, its numbers are the same.
+
+batched = alone, chunked = whole, planned ahead = one after the other, preempted = undisturbed: to the last bit, and so
+is a prompt that goes on from a checkpoint, for what prompts wrote. What decode steps wrote and a later prompt reads is
+the same but for the last bits (the keys of the layers with attention), so there tokens are compared.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from native_or_not import has_native_kernels
+from random_models import STATEFUL, make
+
+from splittime.core.clock import SystemClock
+from splittime.core.errors import ConfigError
+from splittime.core.request import Request
+from splittime.core.sampling import SamplingParams
+from splittime.core.step import CHECKPOINT_TOKENS
+from splittime.drive.crank import Crank, EngineParts
+from splittime.engine.engine import Engine
+from splittime.runner.compose import RunnerThread, load_torch_runner
+from splittime.runner.config import RunnerConfig
+from splittime.runner.torch_runner import TorchRunner
+from splittime.scheduler.config import SchedulerConfig
+from splittime.scheduler.scheduler import Scheduler
+
+LENGTHS = (3, 17, 64, 65, 130, 7, 48, 191)
+KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not has_native_kernels(), reason="no kernels"))]
+Outcome = list[tuple[int, float]]
+
+
+def loaded(folder: Path, **changes: Any) -> TorchRunner:
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "block_size": 16, "packed_cache": "off"}
+    return load_torch_runner(RunnerConfig(model_path=str(folder), **(settings | changes)))
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchRunner:
+    folder = tmp_path_factory.mktemp("model")
+    make("qwen3.5", folder)
+    return loaded(folder, kernels=request.param)
+
+
+class Served:
+    """An engine and what came of its requests, by name. num_computed: tokens that its steps computed."""
+
+    def __init__(self, runner: TorchRunner, *, is_ahead: bool = False, **changes: Any) -> None:
+        resolved = runner.resolved
+        settings: dict[str, Any] = {
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, "block_size": 16},
+            **{"num_blocks": resolved.num_blocks, "num_state_slots": resolved.num_state_slots},
+        }
+        self.scheduler = Scheduler(SchedulerConfig(**(settings | changes)))
+        engine, ahead = Engine(self.scheduler, plans_ahead=is_ahead), RunnerThread(runner.run) if is_ahead else None
+        self._crank = Crank(EngineParts(engine, ahead or runner), SystemClock())
+        self.found: dict[str, Outcome] = {}
+        self.num_computed = 0
+
+    def serve(self, prompts: dict[str, tuple[int, ...]], max_tokens: int = 6, temperature: float = 0.7) -> None:
+        for number, (name, prompt) in enumerate(prompts.items()):
+            drawn = {"temperature": temperature, "seed": number, "logprobs": 1, "ignore_eos": True}
+            now_ns, sampling = time.monotonic_ns(), SamplingParams(max_tokens=max_tokens, **drawn)
+            request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, submitted_ns=now_ns)
+            self._crank.submit(request, now_ns)
+            self.found[name] = []
+        while self._crank.has_work:
+            output = self._crank.turn()
+            self.scheduler.check()
+            if output is not None and output.record is not None:
+                self.num_computed += sum(count for _, _, count in output.record.rows)
+            for news in output.outputs if output else ():
+                assert news.error is None, news.error
+                scores = (one.logprob for one in news.logprobs)
+                self.found[news.request_id] += zip(news.token_ids, scores, strict=True)
+
+
+def prompts() -> dict[str, tuple[int, ...]]:
+    """Prompts that share 80 tokens in pairs."""
+    source, found = random.Random(7), {}
+    for number, length in enumerate(LENGTHS):
+        if number % 2 == 0:
+            shared = [source.randrange(3, 97) for _ in range(80)]
+        found[f"{number}"] = (*shared, *(source.randrange(3, 97) for _ in range(length)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(runner: TorchRunner) -> dict[str, Outcome]:
+    """Each in an engine of its own, whole, with no prefix cache."""
+    found = {}
+    for number, (name, prompt) in enumerate(prompts().items()):
+        engine = Served(runner, max_num_seqs=1, enable_prefix_caching=False)
+        engine.serve({**{f"before {n}": (5,) for n in range(number)}, name: prompt})
+        found[name] = engine.found[name]
+    return found
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("budget", [8, 29, 64, 512])
+def test_company_and_cuts_change_no_bit(
+    runner: TorchRunner, alone: dict[str, Outcome], budget: int, is_ahead: bool
+) -> None:
+    engine = Served(runner, is_ahead=is_ahead, max_num_batched_tokens=budget)
+    engine.serve(prompts())
+    assert engine.found == alone
+
+
+@pytest.mark.parametrize("num_state_slots", [3, 10, 64])
+def test_a_hit_is_a_computed_prompt_to_the_last_bit(
+    runner: TorchRunner, alone: dict[str, Outcome], num_state_slots: int
+) -> None:
+    """Twice the same, with slots for hardly a checkpoint, some, and all."""
+    engine = Served(runner, num_state_slots=num_state_slots)
+    for _ in range(2):
+        engine.serve(prompts())
+        assert engine.found == alone
+    assert (engine.scheduler.counts.prefix_hit_tokens > 0) == (num_state_slots > 3)
+
+
+def test_at_every_length_a_prompt_goes_on_from_its_last_checkpoint(runner: TorchRunner) -> None:
+    source = random.Random(3)
+    longest = tuple(source.randrange(3, 97) for _ in range(200))
+    lengths = [1, 63, 64, 65, 66, 127, 128, 129, 144, 192, 193, 200]
+    cold = Served(runner, enable_prefix_caching=False)
+    cold.serve({f"{length}": longest[:length] for length in lengths}, max_tokens=1)
+    warm = Served(runner)
+    warm.serve({"all": longest}, max_tokens=1)
+    for length in lengths:
+        before = warm.num_computed
+        name, number = f"{length}", lengths.index(length)
+        warm.serve({**{f"{n}": longest[:1] for n in range(number)}, name: longest[:length]}, max_tokens=1)
+        assert warm.found[name] == cold.found[name]
+        computed = length - (length - 1) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
+        assert warm.num_computed - before == number + computed
+
+
+def test_a_preempted_request_is_undisturbed(runner: TorchRunner, alone: dict[str, Outcome]) -> None:
+    engine = Served(runner, num_blocks=32, enable_prefix_caching=False)
+    engine.serve(prompts())
+    assert engine.scheduler.counts.num_preemptions > 0
+    assert engine.found == alone
+
+
+def test_turns_of_two_agents_compute_what_is_new(runner: TorchRunner) -> None:
+    """Six turns each by turns: at most a checkpoint's tokens more than is new, and the answers of an engine that
+    computes all of it again."""
+    warm, cold = Served(runner), Served(runner, enable_prefix_caching=False)
+    source = random.Random(5)
+    histories = {name: tuple(source.randrange(3, 97) for _ in range(100)) for name in ("one", "two")}
+    known = dict.fromkeys(histories, 0)
+    for _ in range(6):
+        for agent, history in histories.items():
+            before = warm.num_computed
+            for engine in (warm, cold):
+                engine.serve({agent: history}, max_tokens=9, temperature=0.0)
+            answer = [token for token, _ in warm.found[agent]]
+            assert answer == [token for token, _ in cold.found[agent]]
+            new = len(history) + 8 - known[agent]
+            assert new <= warm.num_computed - before <= new + CHECKPOINT_TOKENS
+            known[agent] = len(history) + 8
+            histories[agent] = (*history, *answer, *(source.randrange(3, 97) for _ in range(20)))
+    assert cold.num_computed > 3 * warm.num_computed
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"enable_lora": True}, "enable_lora"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_config": '{"method": "suffix"}', "kernels": "native"}, "speculative_config"),
+        ({"kv_export": True}, "kv_peers"),
+        ({"kv_cache_memory_bytes": 1 << 16}, "max_num_seqs"),
+    ],
+)
+def test_what_states_do_not_go_with_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], param: str) -> None:
+    make("qwen3.5", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, **settings)
+    assert caught.value.info.param == param
+
+
+@pytest.mark.parametrize("variant", [name for name in STATEFUL if name != "qwen3.5"])
+def test_other_shapes_go_on_from_checkpoints_too(variant: str, tmp_path: Path) -> None:
+    make(variant, tmp_path)
+    runner, asked = loaded(tmp_path), {name: prompts()[name] for name in ("2", "3")}
+    cold, warm = Served(runner, enable_prefix_caching=False), Served(runner)
+    cold.serve(asked)
+    for _ in range(2):
+        warm.serve(asked)
+        assert warm.found == cold.found
+    assert warm.scheduler.counts.prefix_hit_tokens > 0
