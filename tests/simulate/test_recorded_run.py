@@ -284,7 +284,8 @@ def test_drafts_that_cannot_have_been_are_refused(told: Told) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_stop_strings_are_found_while_rows_are_in_the_air(seed: int) -> None:
-    config = msgspec.structs.replace(TIGHT, num_host_slots=seed % 3, batching=("static", "continuous")[seed % 2])
+    tiers = {"num_host_slots": seed % 3, "num_state_slots": (0, 0, 3, 40)[seed % 4]}
+    config = msgspec.structs.replace(TIGHT, **tiers, batching=("static", "continuous")[seed % 2])
     recorded = record_run(config, seed, count=60, stops=0.5, plans_ahead=True)
     rows = {row[0]: step.step_id for step in recorded.steps for row in step.rows}
     ended = [account for account in recorded.accounts if account.finish_reason == "stop" and account.token_steps]

@@ -33,6 +33,7 @@ CONFIGS = st.builds(
     enable_prefix_caching=st.booleans(),
     enable_chunked_prefill=st.booleans(),
     num_host_slots=st.sampled_from((0, 8)),
+    num_state_slots=st.sampled_from((0, 3, 40)),
 )
 LIMITS = st.sampled_from((QueueLimits(10**9, 10**9), QueueLimits(4, 10**9)))
 DELIVERIES = st.builds(

@@ -38,6 +38,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from splittime.core.row_costs import RowCosts
 from splittime.core.shares import UNIT, KeyShare
 from splittime.core.step import PENDING, Admitted, Row, StepPlan
@@ -219,8 +221,8 @@ class Planner:
         return StepPlan(self._step_id, tuple(rows), admitted, released, *moves, least_survival, preempted, imports)
 
     def _with_state(self, row: Row) -> Row:
-        state = self._requests.cache.state_of(self._requests.by_id[row.request_id].lease, row.start, row.num_tokens)
-        return Row(row.request_id, row.start, row.token_ids, row.new_block_ids, row.num_samples, state=state)
+        lease = self._requests.by_id[row.request_id].lease
+        return msgspec.structs.replace(row, state=self._requests.cache.state_of(lease, row.start, row.num_tokens))
 
     def _shares(self) -> dict[str, KeyShare]:
         """Returns the keys that run or wait; none where one alone has requests."""
