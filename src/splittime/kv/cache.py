@@ -270,12 +270,7 @@ class KVCache:
 
     def free(self, lease: Lease) -> None:
         """Take all blocks back, last first, so that the tail of a prefix is evicted before its head."""
-        if self.host is not None:
-            for _, slot in reversed(lease.in_host):
-                self.host.unpin(slot)
-            lease.in_host.clear()
-        self._pool.release((each for each in reversed(lease.block_ids) if each != NO_BLOCK), self._index.holds)
-        lease.block_ids = []
+        self._cut(lease, 0)
         lease.num_indexed = lease.num_sent = 0
         if self.states is not None:
             self.states.free(lease.state)
@@ -367,7 +362,12 @@ class KVCache:
 
     def _cut(self, lease: Lease, keep: int) -> None:
         """Take the lease's blocks behind its first `keep` back, last first."""
-        self._pool.release(reversed(lease.block_ids[keep:]), self._index.holds)
+        if self.host is not None:
+            for place, slot in reversed(lease.in_host):
+                if place >= keep:
+                    self.host.unpin(slot)
+            lease.in_host = [each for each in lease.in_host if each[0] < keep]
+        self._pool.release((each for each in reversed(lease.block_ids[keep:]) if each != NO_BLOCK), self._index.holds)
         del lease.block_ids[keep:]
 
     def _evict(self, host: HostTier, block_id: int) -> None:
