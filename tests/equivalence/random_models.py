@@ -242,19 +242,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Decoders whose layers differ from Llama's; texts of 300 tokens are read by them."""
 VARIANTS |= {name: (family, {**LONG, **changes}) for name, (family, changes) in FAMILIES.items()}
 
+DELTA = {
+    **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 6},
+    **{"head_dim": 24, "num_hidden_layers": 5, "full_attention_interval": 2},
+}
+WIDE_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": ("Qwen3_5", DELTA),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        {
+            **{**DELTA, "linear_conv_kernel_dim": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 5},
+            **{"linear_key_head_dim": 4, "linear_value_head_dim": 18, "tie_word_embeddings": True},
+            "rope_parameters": {**WIDE_ROPE, "mrope_section": [2, 3, 1], "mrope_interleaved": True},
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        },
+    ),
+    "qwen3.5-biases": (
+        "Qwen3_5",
+        {**DELTA, "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "rms_norm_eps": 0.01},
+    ),
+}
+"""Models of which some layers keep states."""
+STATEFUL = {name: (family, {**LONG, **changes}) for name, (family, changes) in STATEFUL.items()}
+
 
 def make(variant: str, folder: Path) -> Any:
     """Write the variant's checkpoint into `folder` and return transformers' model of it, in float32."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    name, differences = VARIANTS[variant]
+    name, differences = (VARIANTS | STATEFUL)[variant]
     kind = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(0)
     model = kind(kind.config_class(**{**BASE, **differences})).float().eval()
     for parameter_name, parameter in model.named_parameters():
         # else all zeros or all ones, which would hide errors
-        if any(word in parameter_name for word in ("bias", "norm", "sinks", "scale")):
+        if any(word in parameter_name for word in ("bias", "norm", "sinks", "scale", "A_log")):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)
         if variant.startswith("gemma4") and "q_norm" in parameter_name:
             parameter.data.mul_(0.2)  # its scores are divided by nothing: trained norms keep them small

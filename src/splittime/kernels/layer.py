@@ -271,6 +271,12 @@ class LayerSpec:
     places: Places = "before"
 
     @property
+    def attention(self) -> AttentionSpec:
+        """The mixer, for those that are given models with attention in every layer alone."""
+        assert isinstance(self.mixer, AttentionSpec), "a layer without attention"
+        return self.mixer
+
+    @property
     def widest(self) -> int:
         """Outputs of its widest product."""
         inner = max(mlp.inner for mlp in mlps_of(self.feed_forward))

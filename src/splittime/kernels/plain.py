@@ -126,8 +126,8 @@ def plan_states(batch: AttentionBatch) -> StatePlan:
     """See `kernels.api.Ops.plan_states`."""
     states = batch.states
     assert states is not None, "a batch of a model whose layers keep states"
-    keeps = torch.tensor(states.keeps, dtype=torch.int64).view(-1, 3)
-    return StatePlan(*map(torch.tensor, (batch.query_begins, states.reads, states.writes)), keeps)
+    begins, reads, writes = map(torch.tensor, (batch.query_begins, states.reads, states.writes))
+    return StatePlan(begins, reads, writes, torch.tensor(states.keeps, dtype=torch.int64).view(-1, 3))
 
 
 def delta(products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import Ops, WeightScheme
-from splittime.kernels.layer import LayerSpec, MlpSpec, PackedWeight
+from splittime.kernels.layer import AttentionSpec, LayerSpec, MlpSpec, PackedWeight
 from splittime.kernels.low_rank import LayerAdapter, LowRank, LowRankPart
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.fields import read_bounded
+from splittime.models.names import LayerNames
 from splittime.models.weights.packing import pair_rows
 from splittime.models.weights.shard_files import open_file
 
@@ -105,23 +106,29 @@ def projections(config: ModelConfig, index: int) -> dict[str, Projection]:
     """Returns what may be adapted in a layer, by the module's name below it. Experts are not, nor are modules that hold
     several projections, or these by names that the base model does not have."""
     spec: LayerSpec = config.layers[index]
-    names, mixer, hidden = layer_names(config.architecture), spec.mixer, config.hidden_size
-    query, kv, turned = mixer.query_width, mixer.kv_width, mixer.position.turned_dims(mixer.head_dim)
-    heads = (0, 0) if names.rows_are_paired else (mixer.head_dim, turned)
-    found = {names.output: Projection("output", 0, hidden, query)}
-    if not names.qkv:
-        found[names.query] = Projection("qkv", 0, query, hidden, *heads)
-    if not names.qkv and not mixer.keys_are_values and mixer.keys_of is None:
-        found |= {
-            names.key: Projection("qkv", query, kv, hidden, *heads),
-            names.value: Projection("qkv", query + kv, kv, hidden),
-        }
+    names, hidden = layer_names(config.architecture), config.hidden_size
+    found = _of_attention(spec.mixer, names, hidden) if isinstance(spec.mixer, AttentionSpec) else {}
     if isinstance(spec.feed_forward, MlpSpec):
         inner, mlp = spec.feed_forward.inner, spec.feed_forward
         found[names.mlp.down] = Projection("down", 0, hidden, inner)
         if not names.gate_up:
             found |= {names.mlp.gate: Projection("gate_up", 0, inner, hidden)} if mlp.is_gated else {}
             found[names.mlp.up] = Projection("gate_up", mlp.outputs - inner, inner, hidden)
+    return found
+
+
+def _of_attention(mixer: AttentionSpec, names: LayerNames, hidden: int) -> dict[str, Projection]:
+    """Queries with gates are none that may be adapted: their module holds both."""
+    query, kv, turned = mixer.query_width, mixer.kv_width, mixer.position.turned_dims(mixer.head_dim)
+    heads = (0, 0) if names.rows_are_paired else (mixer.head_dim, turned)
+    found = {names.output: Projection("output", 0, hidden, query)}
+    if not names.qkv and not mixer.is_gated:
+        found[names.query] = Projection("qkv", 0, query, hidden, *heads)
+    if not names.qkv and not mixer.keys_are_values and mixer.keys_of is None:
+        found |= {
+            names.key: Projection("qkv", query, kv, hidden, *heads),
+            names.value: Projection("qkv", query + kv, kv, hidden),
+        }
     return found
 
 

@@ -91,6 +91,14 @@ def _qwen3_moe(fields: Fields, windows: parts.Windows | None = None, normalises:
     return parts.layers(norm, mixers, parts.mixtures(fields, router))
 
 
+def _qwen3_5(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple[LayerSpec, ...]:
+    if not fields.flag("attn_output_gate", True):
+        raise fields.bad("attn_output_gate", False, "true (attention without a gate is another architecture's)")
+    norm, windows, biases = parts.norm(fields), parts.no_windows(fields), _biases(fields)
+    gated = parts.attention(fields, windows, head_dim=256, partial=0.25, head_norm=norm, is_gated=True, **biases)
+    return parts.layers(norm, parts.deltas(fields, gated), feed_forwards or parts.mlps(fields))
+
+
 def _qwen2_moe(fields: Fields) -> tuple[LayerSpec, ...]:
     has_windows = fields.flag("use_sliding_window", False)
     windows = parts.same_windows(fields, SLIDING_WINDOW) if has_windows else parts.no_windows(fields)
@@ -293,7 +301,7 @@ def _cohere2(fields: Fields) -> tuple[LayerSpec, ...]:
     """Only layers with windows know positions."""
     every, windows = fields.count("sliding_window_pattern", 4), parts.same_windows(fields, SLIDING_WINDOW)
     layers = _cohere(fields, parts.windows_of_kinds(fields, windows, parts.all_but_every(every, windows)))
-    return parts.without_rope(layers, [one.mixer.window_tokens is None for one in layers])
+    return parts.without_rope(layers, [one.attention.window_tokens is None for one in layers])
 
 
 def _starcoder2(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -412,8 +420,8 @@ HUNYUAN = LayerNames(
     shared=MlpNames(*(f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down"))),
 )
 GLM = LayerNames(rows_are_paired=True, gate_up="mlp.gate_up_proj")
-GEMMA = LayerNames(norms_less_one=True)
-SANDWICH = replace(GEMMA, mlp_norm="pre_feedforward_layernorm")
+LESS_ONE = LayerNames(norms_less_one=True)
+SANDWICH = replace(LESS_ONE, mlp_norm="pre_feedforward_layernorm")
 GEMMA_4 = LayerNames(
     mlp_norm="pre_feedforward_layernorm",
     router="router.proj",
@@ -467,6 +475,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2ForCausalLM": Architecture(_qwen2),
     "MiMoForCausalLM": Architecture(_qwen2),  # with a head beside it (`models.head`)
     "Qwen3ForCausalLM": Architecture(_qwen3),
+    "Qwen3_5ForCausalLM": Architecture(_qwen3_5, LESS_ONE),
     "MixtralForCausalLM": Architecture(
         _mixtral,
         LayerNames(
@@ -524,7 +533,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         LayerNames(mlp=MlpNames("", "mlp.c_fc", "mlp.c_proj")),
         defaults={"num_key_value_heads": 2, "tie_word_embeddings": True},
     ),
-    "GemmaForCausalLM": Architecture(_gemma, GEMMA, _gemma_ends, GEMMA_DEFAULTS),
+    "GemmaForCausalLM": Architecture(_gemma, LESS_ONE, _gemma_ends, GEMMA_DEFAULTS),
     "Gemma2ForCausalLM": Architecture(_gemma2, SANDWICH, _gemma_ends, GEMMA_2_DEFAULTS),
     "Gemma3ForCausalLM": Architecture(_gemma3, SANDWICH, _gemma_ends, GEMMA_3_DEFAULTS),
     "Gemma4ForCausalLM": Architecture(_gemma4, GEMMA_4, _gemma4_ends, GEMMA_4_DEFAULTS),
@@ -538,6 +547,7 @@ WRAPPERS = {
     ("Gemma4ForConditionalGeneration", "gemma4_text"): "Gemma4ForCausalLM",
     ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
     ("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM",
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"): "Qwen3_5ForCausalLM",
 }
 """By the name of a multimodal model and the type of its text part, which is served."""
 

@@ -86,7 +86,7 @@ class EncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Outputs and inputs of each product of a layer."""
         width, inner = self.hidden_size, self.inner_size
         if self.decoder is not None:
-            mixer = self.decoder.layers[0].mixer
+            mixer = self.decoder.layers[0].attention
             mixed = mixer.query_width
             return (mixed + 2 * mixer.kv_width, width), (width, mixed), (2 * inner, width), (width, inner)
         up = 2 * inner if self.modern else inner
@@ -166,7 +166,7 @@ def _of_decoder(name: str, decoder: ModelConfig) -> EncoderConfig:
         hidden_size=decoder.hidden_size,
         inner_size=part.inner,
         num_layers=decoder.num_layers,
-        num_heads=decoder.layers[0].mixer.num_heads,
+        num_heads=decoder.layers[0].attention.num_heads,
         num_types=1,
         num_positions=decoder.max_position_embeddings,
         padding=None,

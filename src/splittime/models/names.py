@@ -34,6 +34,21 @@ class Stacked:
     alternates: bool = False
 
 
+@dataclass(frozen=True)
+class DeltaNames:
+    """The modules of a gated delta net, and of its tensors those that are no module's."""
+
+    qkv: str = "linear_attn.in_proj_qkv"
+    gate: str = "linear_attn.in_proj_z"
+    strength: str = "linear_attn.in_proj_b"
+    decay: str = "linear_attn.in_proj_a"
+    conv: str = "linear_attn.conv1d"
+    norm: str = "linear_attn.norm"
+    output: str = "linear_attn.out_proj"
+    log_decay: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+
+
 class ExpertPlace(NamedTuple):
     """Where one expert's linear is in a stack: of its rows the first (0) or the second part (1), or all (None)."""
 
@@ -79,6 +94,7 @@ class LayerNames:
     shared: MlpNames = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
     shared_gate: str = "mlp.shared_expert_gate"
     sinks: str = "self_attn.sinks"
+    delta: DeltaNames = DeltaNames()
     router_scale: str = "router.scale"
     shares: str = "router.per_expert_scale"
     experts_norm: str = "pre_feedforward_layernorm_2"

@@ -22,6 +22,7 @@ from splittime.kernels.layer import (
     NO_ROPE,
     PROPORTIONAL,
     AttentionSpec,
+    DeltaSpec,
     LayerSpec,
     MixtureSpec,
     MlpSpec,
@@ -46,10 +47,12 @@ OF_TYPE: dict[str, set[str]] = {
 }
 """Keys that these types of rotary embedding read besides `OF_ALL`."""
 OF_ALL = {
+    *("mrope_section", "mrope_interleaved"),  # which pairs are turned by which of an image's axes: for text all are one
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "max_position_embeddings"),
 }
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
+LINEAR = "linear_attention"
 EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 
@@ -218,7 +221,7 @@ Windows = tuple[int | None, ...]  # of each layer, in tokens
 
 def layers(
     norm: NormSpec,
-    mixers: Iterable[AttentionSpec],
+    mixers: Iterable[AttentionSpec | DeltaSpec],
     feed_forwards: Iterable[MlpSpec | MixtureSpec],
     places: Places = "before",
 ) -> tuple[LayerSpec, ...]:
@@ -290,6 +293,25 @@ def attention(
     ]
 
 
+def deltas(fields: Fields, attention: Sequence[AttentionSpec]) -> list[AttentionSpec | DeltaSpec]:
+    """Returns these mixers, and a gated delta net in the place of each whose layer `layer_types` calls linear; where it
+    says nothing, all but every fourth or so are."""
+    heads, value_heads = fields.count("linear_num_key_heads", 16), fields.count("linear_num_value_heads", 32)
+    if value_heads % heads:
+        raise fields.bad("linear_num_value_heads", value_heads, f"a multiple of linear_num_key_heads, {heads}")
+    dims = fields.count("linear_key_head_dim", 128), fields.count("linear_value_head_dim", 128)
+    spec = DeltaSpec(heads, value_heads, *dims, fields.count("linear_conv_kernel_dim", 4), norm(fields))
+    every, num_layers, kinds = fields.count("full_attention_interval", 4), len(attention), (LINEAR, FULL)
+    types = fields.values.get("layer_types")
+    if types is None:
+        types = [kinds[(layer + 1) % every == 0] for layer in range(num_layers)]
+    is_list = isinstance(types, list) and len(types) == num_layers and all(kind in kinds for kind in types)
+    if not is_list or FULL not in types:
+        want = f"a list of {num_layers} names from {', '.join(kinds)}, with the second among them"
+        raise fields.bad("layer_types", types, want)
+    return [spec if kind == LINEAR else mixer for kind, mixer in zip(types, attention, strict=True)]
+
+
 def per_layer(fields: Fields, defaults: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns which of the config's fields each layer has of its own: as `per_layer_config` says, else as here."""
     given = fields.values.get("per_layer_config")
@@ -319,7 +341,7 @@ def attention_by_layer(
 
 def without_rope(layers: Sequence[LayerSpec], are_without: Sequence[bool]) -> tuple[LayerSpec, ...]:
     """Returns the layers, of which some know no positions."""
-    mixers = [replace(one.mixer, position=NO_ROPE) for one in layers]
+    mixers = [replace(one.attention, position=NO_ROPE) for one in layers]
     trios = zip(layers, mixers, are_without, strict=True)
     return tuple(replace(one, mixer=mixer) if is_without else one for one, mixer, is_without in trios)
 

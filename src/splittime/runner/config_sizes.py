@@ -149,8 +149,10 @@ def _layer_bytes(layer: LayerSpec, hidden: int, plan: WeightPlan) -> int:
 
 def _mixer_bytes(mixer: AttentionSpec | DeltaSpec, hidden: int, plan: WeightPlan) -> int:
     if isinstance(mixer, DeltaSpec):
-        outputs = mixer.channels + mixer.inner + 2 * mixer.num_value_heads
-        return kept_bytes(outputs, hidden, plan.layers) + kept_bytes(hidden, mixer.inner, plan.layers)
-    num_bytes = kept_bytes(mixer.query_width + mixer.own_kv_width, hidden, plan.layers)
+        num_bytes = kept_bytes(mixer.channels + mixer.inner, hidden, plan.layers)
+        num_bytes += kept_bytes(2 * mixer.num_value_heads, hidden, plan.router)
+        return num_bytes + kept_bytes(hidden, mixer.inner, plan.layers)
+    queries = mixer.query_width * (1 + mixer.is_gated)
+    num_bytes = kept_bytes(queries + mixer.own_kv_width, hidden, plan.layers)
     num_bytes += kept_bytes(mixer.own_kv_width, hidden, plan.finer)
     return num_bytes + kept_bytes(hidden, mixer.query_width, plan.layers)

@@ -56,13 +56,13 @@ def read_plan(path: Path, of_head: bool = False) -> StudentPlan:
         hidden_size=config.hidden_size,
         intermediate_size=layer.feed_forward.inner,
         num_hidden_layers=config.num_layers,
-        num_attention_heads=layer.mixer.num_heads,
-        num_key_value_heads=layer.mixer.num_kv_heads,
-        head_dim=layer.mixer.head_dim,
+        num_attention_heads=layer.attention.num_heads,
+        num_key_value_heads=layer.attention.num_kv_heads,
+        head_dim=layer.attention.head_dim,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=layer.norm.eps,
-        rope_theta=layer.mixer.position.theta,
+        rope_theta=layer.attention.position.theta,
         tie_word_embeddings=config.tie_word_embeddings,
     )
     return StudentPlan(shape, values)
@@ -70,7 +70,7 @@ def read_plan(path: Path, of_head: bool = False) -> StudentPlan:
 
 def _refuse(config: ModelConfig, what: str, hint: str) -> None:
     """Whatever `distill.llama` does not compute."""
-    mixer, part = config.layers[0].mixer, config.layers[0].feed_forward
+    mixer, part = config.layers[0].attention, config.layers[0].feed_forward
     biases = mixer.qkv_bias or mixer.output_bias or (isinstance(part, MlpSpec) and part.has_bias)
     rope_type = mixer.position.rope_type
     wrong = {

@@ -99,7 +99,7 @@ def _mlp_groups(config: ModelConfig, index: int, joint: bool) -> Iterator[Linear
 
 def linear_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, int]]:
     """(out, in) of each linear that is rounded or pruned."""
-    hidden, mixer, part = config.hidden_size, config.layers[index].mixer, config.layers[index].feed_forward
+    hidden, mixer, part = config.hidden_size, config.layers[index].attention, config.layers[index].feed_forward
     query, key = mixer.query_width, mixer.kv_width
     shapes = {Q: (query, hidden), K: (key, hidden), V: (key, hidden), O: (hidden, query)}
     inner = part.inner if isinstance(part, MlpSpec) else part.expert.inner
@@ -114,7 +114,7 @@ def tensor_shapes(config: ModelConfig, index: int) -> Shapes:
     shapes: Shapes = {f"{norm}.weight": (config.hidden_size,) for norm in (INPUT_NORM, MLP_NORM)}
     shapes |= {f"{name}.weight": shape for name, shape in linears.items()}
     shapes |= {f"{name}.bias": linears[name][:1] for name in _biased(config, index)}
-    mixer, part = config.layers[index].mixer, config.layers[index].feed_forward
+    mixer, part = config.layers[index].attention, config.layers[index].feed_forward
     if mixer.head_norm is not None:
         shapes |= {f"self_attn.{name}_norm.weight": (mixer.head_dim,) for name in "qk"}
     if isinstance(part, MixtureSpec):
@@ -123,7 +123,7 @@ def tensor_shapes(config: ModelConfig, index: int) -> Shapes:
 
 
 def _biased(config: ModelConfig, index: int) -> list[str]:
-    mixer, part = config.layers[index].mixer, config.layers[index].feed_forward
+    mixer, part = config.layers[index].attention, config.layers[index].feed_forward
     names = [Q, K, V] if mixer.qkv_bias else []
     names += [O] if mixer.output_bias else []
     if isinstance(part, MlpSpec) and part.has_bias:

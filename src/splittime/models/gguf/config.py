@@ -327,7 +327,7 @@ def _rope(model: GgufModel, keys: Fields, family: Family, fields: GgufFields) ->
 
 def _as_stored(layer: LayerSpec, model: GgufModel, turns: bool) -> LayerSpec:
     """Returns the layer with what the tensors say. turns: else it knows no positions."""
-    mixer, mlp, there = layer.mixer, layer.feed_forward, model.file_of
+    mixer, mlp, there = layer.attention, layer.feed_forward, model.file_of
     position = mixer.position if turns else NO_ROPE
     pairs = position.turned_dims(mixer.head_dim) // 2
     if FREQUENCIES in there and pairs:

@@ -144,7 +144,6 @@ def _found_out(
 def _naming(folder: Path, source: Source, config: ModelConfig, plan: WeightPlan) -> Callable[[Sequence[str]], Path]:
     """A function from the hashes of the source's files to the path; it holds nothing of the source."""
     files, content_of = list(source.files), dict(source.content_of)
-    mixers = [layer.mixer for layer in config.layers]
     facts = {
         "stored": [source.format, source.recipe],
         "schemes": [astuple(scheme) for scheme in (plan.layers, plan.finer, plan.head, plan.router)],
@@ -152,9 +151,13 @@ def _naming(folder: Path, source: Source, config: ModelConfig, plan: WeightPlan)
         "config": [config.architecture, config.hidden_size, config.tie_word_embeddings],
         "heads": [
             [one.num_heads, one.num_kv_heads, one.head_dim, one.position.turned_dims(one.head_dim), one.keys_are_values]
-            for one in mixers
+            for one in config.attention
         ],
     }
+    if config.deltas:
+        facts["deltas"] = [
+            [one.num_key_heads, one.num_value_heads, one.key_dim, one.value_dim] for one in config.deltas
+        ]
     label = plan.layers.name if source.format == PLAIN else source.format
 
     def named(hashes: Sequence[str]) -> Path:

@@ -37,6 +37,7 @@ TABLE = "embed_tokens.weight"
 TEXT, BODY_OF_TEXT = "language_model.", "model.language_model."  # in front of what a multimodal model's text part has
 BESIDE_TEXT = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    "model.visual.",
     *("model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )
 

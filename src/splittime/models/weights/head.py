@@ -24,8 +24,8 @@ def load_head(
     `ConfigError` naming a tensor that is missing or does not fit."""
     whole, hidden_size = model(), config.hidden_size
     one, ops = head_config(config, whole.config), whole.ops
-    if position_of(one.layers[0]) not in whole.turns:
-        spec, dims = position_of(one.layers[0])
+    if (position := position_of(one.layers[0].attention)) not in whole.turns:
+        spec, dims = position
         kind = f"{spec.rope_type}, rope_theta {spec.theta:g}, heads of {dims}"
         said = f"no layer of the model has rotary positions as the head has them ({kind})"
         raise ConfigError(said, param="speculative_config", value=kind, hint="train a head for this model")

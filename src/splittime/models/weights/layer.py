@@ -4,6 +4,7 @@ The rows of each query and key head are reordered from halves to neighbouring pa
 has them so.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from splittime.kernels import layer
-from splittime.kernels.api import Ops
+from splittime.kernels.api import Ops, WeightScheme
 from splittime.kernels.plain import LayerNorm
 from splittime.models.architectures import layer_names
 from splittime.models.config import ModelConfig
 from splittime.models.names import LayerNames, MlpNames
 from splittime.models.quant.plan import WeightPlan
 from splittime.models.weights.packing import Packer, WeightRows
+from splittime.models.weights.source import rows_of
 
 
 def norm_scale(packer: Packer, names: LayerNames, module: str, *shape: int) -> Tensor:
@@ -53,6 +55,21 @@ class HeadNorms(NamedTuple):
     query_factors: Tensor | None = None
 
 
+class Rows(NamedTuple):
+    """Rows of a product, and of its bias if it has one."""
+
+    weight: WeightRows
+    bias: WeightRows | None
+
+    def part(self, begin: int, end: int, head_dim: int) -> "Rows":
+        """head_dim: as `WeightRows` has it."""
+
+        def cut(rows: WeightRows) -> WeightRows:
+            return replace(rows, content=rows_of(rows.content, begin, end), head_dim=head_dim)
+
+        return Rows(cut(self.weight), None if self.bias is None else cut(self.bias))
+
+
 class LayerBuilder:
     """Takes the tensors of one layer and packs them."""
 
@@ -68,7 +85,7 @@ class LayerBuilder:
         self.prefix = prefix or f"model.layers.{index}."
 
     def build(self) -> layer.LayerWeights:
-        spec, names, norm = self.spec.feed_forward, self.names, self.spec.norm
+        spec, mixer, names, norm = self.spec.feed_forward, self.spec.mixer, self.names, self.spec.norm
         has_factor = names.factor and not self.config.layer_input_size  # else it is behind the layer's own input
         modules = names.input_norm, names.mlp_norm, names.norm_after_mixer, names.norm_after_mlp
         norms = {
@@ -79,7 +96,7 @@ class LayerBuilder:
         return layer.LayerWeights(
             spec=self.spec,
             feed_forward=self._mlp(names.mlp, spec) if isinstance(spec, layer.MlpSpec) else self._mixture(spec),
-            mixer=self._attention(),
+            mixer=self._delta(mixer) if isinstance(mixer, layer.DeltaSpec) else self._attention(mixer),
             factor=self._take_small(names.factor, 1).item() if has_factor else 1.0,
             **{**dict.fromkeys(BEFORE), **norms},
         )
@@ -87,81 +104,109 @@ class LayerBuilder:
     def _take(self, name: str, *shape: int) -> Tensor:
         return self.packer.source.take(self.prefix + name, *shape)
 
-    def _take_linear(self, name: str, rows: int, columns: int, head_dim: int = 0) -> WeightRows:
+    def _rows(self, name: str, rows: int, columns: int, head_dim: int = 0, *, has_bias: bool) -> Rows:
         module, source = self.prefix + name, self.packer.source
-        stays = self.names.rows_are_paired or source.rows_are_paired(module)
-        return WeightRows(source.take_linear(module, rows, columns), 0 if stays else head_dim, self._turned_dims)
+        dims = (0 if self.names.rows_are_paired or source.rows_are_paired(module) else head_dim, self._turned_dims)
+        weight = WeightRows(source.take_linear(module, rows, columns), *dims)
+        return Rows(weight, WeightRows(self._take(f"{name}.bias", rows), *dims) if has_bias else None)
 
     @property
     def _turned_dims(self) -> int:
         """Returns how many elements of a head are in pairs; where none are, their order does not matter."""
-        return self.spec.mixer.position.turned_dims(self.spec.mixer.head_dim)
+        mixer = self.spec.mixer
+        return mixer.position.turned_dims(mixer.head_dim) if isinstance(mixer, layer.AttentionSpec) else 0
 
     def _pack(
         self,
         *projections: tuple[str, int, int],
         has_bias: bool,
-        head_dims: tuple[int, ...] = (),
         kind: str = "layers",
         is_expert: bool = False,
-        finer: int | None = None,
+        is_finer: bool = False,
     ) -> layer.PackedWeight:
         """These projections (name, rows, columns) as one weight, one below the other. kind: of `packing.KINDS`.
-        finer: the place of the one that has the finer scheme of the plan."""
-        scheme, dims = getattr(self.plan, kind), head_dims or (0,) * len(projections)
-        parts = [
-            replace(self._take_linear(*each, dim), scheme=self.plan.finer if place == finer else scheme)
-            for place, (each, dim) in enumerate(zip(projections, dims, strict=True))
-        ]
-        biases = [
-            WeightRows(self._take(f"{name}.bias", rows), part.head_dim, part.turned_dims)
-            for (name, rows, _), part in zip(projections, parts, strict=True)
-            if has_bias
-        ]
-        return self.packer.linear(self.prefix + projections[0][0], parts, biases, scheme, kind, is_expert)
+        is_finer: in the finer scheme of the plan."""
+        found = [self._rows(*each, has_bias=has_bias) for each in projections]
+        schemes = [self.plan.finer if is_finer else getattr(self.plan, kind)] * len(found)
+        return self._packed(projections[0][0], found, schemes, kind, is_expert)
 
-    def _attention(self) -> layer.AttentionWeights:
-        spec, names, hidden = self.spec.mixer, self.names, self.hidden_size
-        norms = HeadNorms() if spec.head_norm is None else self._head_norms(spec.head_norm)
+    def _packed(
+        self,
+        name: str,
+        rows: Sequence[Rows],
+        schemes: Sequence[WeightScheme],
+        kind: str = "layers",
+        is_expert: bool = False,
+    ) -> layer.PackedWeight:
+        """schemes: of each of `rows`, where they are floats."""
+        parts = [replace(one.weight, scheme=scheme) for one, scheme in zip(rows, schemes, strict=True)]
+        biases = [one.bias for one in rows if one.bias is not None]
+        return self.packer.linear(self.prefix + name, parts, biases, getattr(self.plan, kind), kind, is_expert)
+
+    def _attention(self, spec: layer.AttentionSpec) -> layer.AttentionWeights:
+        names, hidden, plan, width = self.names, self.hidden_size, self.plan, spec.query_width
+        norms = HeadNorms() if spec.head_norm is None else self._head_norms(spec, spec.head_norm)
         value = names.key if spec.keys_are_values else names.value
-        keys = (names.key, spec.kv_width, hidden), (value, spec.kv_width, hidden)
+        biased = {"has_bias": spec.qkv_bias}
+        queries, gates = [self._rows(names.query, (1 + spec.is_gated) * width, hidden, spec.head_dim, **biased)], []
+        if spec.is_gated:
+            (both,), size = queries, spec.head_dim
+            begins = range(0, 2 * width, 2 * size)
+            queries = [both.part(begin, begin + size, both.weight.head_dim) for begin in begins]
+            gates = [both.part(begin + size, begin + 2 * size, 0) for begin in begins]
+        keys, values = [], []
+        if spec.keys_of is None:
+            keys = [self._rows(names.key, spec.kv_width, hidden, spec.head_dim, **biased)]
+            values = [self._rows(value, spec.kv_width, hidden, **biased)]
+        schemes = [plan.layers] * len(queries + keys) + [plan.finer] * len(values)
         return layer.AttentionWeights(
             spec=spec,
-            qkv=self._pack(
-                (names.query, spec.query_width, hidden),
-                *(() if spec.keys_of is not None else keys),
-                has_bias=spec.qkv_bias,
-                head_dims=(spec.head_dim, spec.head_dim, 0)[: 1 if spec.keys_of is not None else 3],
-                finer=2,
-            ),
-            output=self._pack((names.output, hidden, spec.query_width), has_bias=spec.output_bias),
+            qkv=self._packed(names.query, queries + keys + values, schemes),
+            output=self._pack((names.output, hidden, width), has_bias=spec.output_bias),
             head_norm=norms.of_each,
             all_norms=norms.of_all,
             query_factors=norms.query_factors,
             value_norm=None if spec.value_norm is None else self._unscaled(spec.value_norm, spec.head_dim),
             sinks=self._take_small(names.sinks, spec.num_heads) if spec.has_sinks else None,
+            gate=self._packed(f"{names.query}.gate", gates, [plan.layers] * len(gates)) if spec.is_gated else None,
+        )
+
+    def _delta(self, spec: layer.DeltaSpec) -> layer.DeltaWeights:
+        """Strengths and decays stay floats, as a router does: they are a hundredth of the weights, and what they do to
+        a state stays in it. Published 8-bit checkpoints of Qwen3-Next except them too."""
+        names, hidden, heads, plan = self.names.delta, self.hidden_size, spec.num_value_heads, self.plan
+        sizes = {names.qkv: spec.channels, names.gate: spec.inner, names.strength: heads, names.decay: heads}
+        rows = [self._rows(name, size, hidden, has_bias=False) for name, size in sizes.items()]
+        return layer.DeltaWeights(
+            spec=spec,
+            products=self._packed(names.qkv, rows, [plan.layers, plan.layers, plan.router, plan.router]),
+            output=self._pack((names.output, hidden, spec.inner), has_bias=False),
+            conv=self._take_small(f"{names.conv}.weight", spec.channels, 1, spec.conv_width).view(spec.channels, -1),
+            decay=-self._take_small(names.log_decay, heads).exp(),
+            dt_bias=self._take_small(names.dt_bias, heads),
+            norm=self._take_small(f"{names.norm}.weight", spec.value_dim),
         )
 
     def _unscaled(self, norm: layer.NormSpec, size: int) -> layer.PackedNorm:
         return pack_norm(self.ops, norm, torch.ones(size, dtype=self.ops.activation_dtype, device=self.ops.device))
 
     def _take_small(self, name: str, *shape: int) -> Tensor:
-        """Returns a number for each head or expert, a copy."""
+        """Returns a small tensor in one line, such as a number for each head or expert; a copy."""
         return self._take(name, *shape).flatten().to(self.ops.device, torch.float32, copy=True)
 
-    def _head_norms(self, norm: layer.NormSpec) -> HeadNorms:
+    def _head_norms(self, spec: layer.AttentionSpec, norm: layer.NormSpec) -> HeadNorms:
         """Returns what `AttentionWeights` has of them. Of each head: one scale for queries and keys together,
         [num_heads + num_kv_heads, head_dim]. Behind the position, the scales of keys are put on the queries: what is
         kept is the same for both, and so are the scores."""
-        spec, names = self.spec.mixer, self.names
+        names = self.names
         if spec.keys_of is not None:
             query = norm_scale(self.packer, names, self.prefix + names.query_norm, spec.head_dim)
-            return HeadNorms(self.ops.pack_norm(self._paired(query), norm.eps))
+            return HeadNorms(self.ops.pack_norm(self._paired(query, spec), norm.eps))
         apart = (spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
         found = {"all": ((spec.query_width,), (spec.kv_width,)), "apart": apart}
         shapes = found.get(spec.normed, ((spec.head_dim,),) * 2)
         query, key = (
-            self._paired(norm_scale(self.packer, names, self.prefix + name, *shape).flatten()).view(shape)
+            self._paired(norm_scale(self.packer, names, self.prefix + name, *shape).flatten(), spec).view(shape)
             for name, shape in zip((names.query_norm, names.key_norm), shapes, strict=True)
         )
         if spec.normed in found:
@@ -173,15 +218,15 @@ class LayerBuilder:
         together = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
         return HeadNorms(self.ops.pack_norm(together, norm.eps), query_factors=factors)
 
-    def _paired(self, scales: Tensor) -> Tensor:
-        head_dim = 0 if self.names.rows_are_paired else self.spec.mixer.head_dim
+    def _paired(self, scales: Tensor, spec: layer.AttentionSpec) -> Tensor:
+        head_dim = 0 if self.names.rows_are_paired else spec.head_dim
         return WeightRows(scales, head_dim, self._turned_dims).arranged()
 
     def _mlp(self, names: MlpNames, spec: layer.MlpSpec, is_expert: bool = False) -> layer.MlpWeights:
         hidden, inner, has_bias = self.hidden_size, spec.inner, spec.has_bias
         into = [(name, inner, hidden) for name in (names.gate, names.up)[not spec.is_gated :]]
         gate_up = self._pack(*into, has_bias=has_bias, is_expert=is_expert)
-        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, finer=0)
+        down = self._pack((names.down, hidden, inner), has_bias=has_bias, is_expert=is_expert, is_finer=True)
         return layer.MlpWeights(spec, gate_up, down)
 
     def _mixture(self, spec: layer.MixtureSpec) -> layer.MixtureWeights:

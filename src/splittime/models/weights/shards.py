@@ -28,7 +28,7 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels.api import RoundedRows, WeightScheme
-from splittime.kernels.layer import LayerSpec, MlpSpec, mlps_of
+from splittime.kernels.layer import DeltaSpec, LayerSpec, MlpSpec, mlps_of
 from splittime.kernels.rounded import STEP_COLUMNS, UNITS
 from splittime.models.architectures import ARCHITECTURES
 from splittime.models.config import ModelConfig
@@ -71,6 +71,8 @@ def widest(total: int, count: int) -> int:
 def check(model: ModelConfig, count: int) -> None:
     """Raises `ConfigError` for a number of ranks that this model cannot be cut for."""
     for layer in dict.fromkeys(model.layers):
+        if isinstance(layer.mixer, DeltaSpec):
+            raise _refusal(count, "layers keep states, which ranks do not share", 1)
         heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
         if heads % count:
             raise _refusal(count, f"num_attention_heads {heads} is no multiple of it", heads)
@@ -98,7 +100,7 @@ def own_config(model: ModelConfig, ranks: Ranks) -> ModelConfig:
 
 
 def _own_layer(layer: LayerSpec, count: int) -> LayerSpec:
-    mixer, part = layer.mixer, layer.feed_forward
+    mixer, part = layer.attention, layer.feed_forward
     heads = replace(mixer, num_heads=mixer.num_heads // count, num_kv_heads=max(1, mixer.num_kv_heads // count))
     expert, *shared = (replace(mlp, inner=mlp.inner // count) for mlp in mlps_of(part))
     own = expert if isinstance(part, MlpSpec) else replace(part, expert=expert, shared=shared[0] if shared else None)
@@ -154,7 +156,7 @@ class CutSource(WrappedSource):
             return own, 0
         if cut == "rows":
             return own * self._count, own * self._index
-        mixer = self._layers[int(module.split(".")[2])].mixer  # model.layers.N.
+        mixer = self._layers[int(module.split(".")[2])].attention  # model.layers.N.
         return mixer.kv_width, mixer.num_kv_heads * self._index // self._count * mixer.head_dim
 
     def release(self, read: Tensor | StoredWeight) -> None:

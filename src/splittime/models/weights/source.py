@@ -200,7 +200,7 @@ class JoinedSource(WrappedSource):
         number, _, below = rest.partition(".")
         if is_layer and number.isdigit():
             spec, names = self._layers[int(number)], self._names
-            query, kv, part = spec.mixer.query_width, spec.mixer.kv_width, spec.feed_forward
+            query, kv, part = spec.attention.query_width, spec.attention.kv_width, spec.feed_forward
             heads = {names.query: 0, names.key: query, names.value: query + kv}
             if names.qkv and below in heads:
                 return f"model.layers.{number}.{names.qkv}", heads[below], query + 2 * kv

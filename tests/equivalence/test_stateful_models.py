@@ -1,0 +1,157 @@
+"""Models of which some layers keep a state: logits and greedy tokens equal transformers', and a step's cuts and company
+change no bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import STATEFUL, make
+from stateful import Stateful, load
+
+from splittime.models.weights.keeping import finish
+
+PROMPT_TOKENS, NEW_TOKENS = 310, 12
+MEAN_ERROR, MAX_ERROR = 2e-5, 2e-3  # transformers' own two forms of the rule are as far from each other
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=STATEFUL)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """(transformers' model, the folder of its checkpoint)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return make(request.param, folder), folder
+
+
+@pytest.fixture(scope="module")
+def native(pair: tuple[Any, Path]) -> Stateful:
+    return Stateful(load(pair[1], "native"))
+
+
+def tokens_of(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPT = tokens_of(PROMPT_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "length"), [("native", PROMPT_TOKENS), ("torch", PROMPT_TOKENS), ("reference", 40)]
+)
+def test_logits_equal_transformers(pair: tuple[Any, Path], kernels: str, length: int) -> None:
+    model, folder = pair
+    loaded = load(folder, kernels)
+    with torch.no_grad():
+        want = model(torch.tensor([PROMPT[:length]])).logits[0]
+    assert loaded.unused_tensors == ()
+    assert loaded.num_parameters == sum(one.numel() for one in model.parameters())
+    for cut in (0, 9):
+        error = (Stateful(loaded).prompt(PROMPT[:length], cut) - want).abs()
+        assert error.mean() <= MEAN_ERROR
+        assert error.max() <= MAX_ERROR
+
+
+def test_greedy_tokens_equal_transformers(pair: tuple[Any, Path], native: Stateful) -> None:
+    tokens = PROMPT[:60]
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            tokens = [*tokens, int(pair[0](torch.tensor([tokens])).logits[0, -1].argmax())]
+    assert native.generate(PROMPT[:60], NEW_TOKENS) == tokens[60:]
+
+
+@pytest.mark.parametrize("cut", [5, 62])
+def test_a_prompt_in_steps_has_the_same_bits_as_at_once(native: Stateful, cut: int) -> None:
+    """But for attention of rows of one token, which sums in another order."""
+    assert torch.equal(native.prompt(PROMPT, cut), native.prompt(PROMPT))
+
+
+def test_a_row_in_company_has_the_same_bits_as_alone(native: Stateful) -> None:
+    lengths = (1, 30, 7)
+    others = [tokens_of(20 + length, seed=length) for length in lengths]
+    alone = [native.prompt(one[:20], 0, place) for place, one in enumerate(others)]
+    states = [one.clone() for one in native.store.states]
+    apart = [native.step({place: one[20:]})[0] for place, one in enumerate(others)]
+    for place, one in enumerate(others):
+        assert torch.equal(native.prompt(one[:20], 0, place), alone[place])
+    assert all(torch.equal(a[:3], b[:3]) for a, b in zip(states, native.store.states, strict=True))
+    together = native.step({place: one[20:] for place, one in enumerate(others)})
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+
+
+def test_a_kept_state_is_gone_on_from_to_the_bit(native: Stateful) -> None:
+    want = native.prompt(PROMPT)
+    native.begin(0)
+    native.step({0: PROMPT[:200]}, keeps=[(0, 48, 6), (0, 200, 7)])
+    for start, slot in ((200, 7), (48, 6)):
+        native.num_tokens[0] = start
+        (found,) = native.step({0: PROMPT[start:]}, reads={0: slot})
+        assert torch.equal(found, want[start:])
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.2), ("int4", 1.5)])
+def test_rounded_weights_change_little(
+    pair: tuple[Any, Path], native: Stateful, kernels: str, quantization: str, most: float
+) -> None:
+    """most: of the mean distance of logits."""
+    want = native.prompt(PROMPT[:100])
+    loaded = load(pair[1], kernels, quantization=quantization)
+    found = Stateful(loaded).prompt(PROMPT[:100], 33)
+    assert (found - want).abs().mean() < most
+    assert not torch.equal(found, want)
+    assert loaded.plan.layers.name == quantization
+
+
+def test_bfloat16_is_close_to_float32(pair: tuple[Any, Path], native: Stateful) -> None:
+    want = native.prompt(PROMPT[:100])
+    for kernels in ("native", "torch"):
+        found = Stateful(load(pair[1], kernels, "bfloat16")).prompt(PROMPT[:100])
+        assert (found - want).abs().mean() < 0.25
+
+
+def test_packed_weights_come_back_from_the_cache(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    found = []
+    for _ in range(3):  # the first only hashes in the background
+        loaded = load(pair[1], "native", quantization="int8", cache_folder=tmp_path)
+        finish()
+        found.append((Stateful(loaded).prompt(PROMPT[:30]), loaded.cache_story))
+    assert found[-1][1].startswith("mapped")
+    assert torch.equal(found[0][0], found[-1][0])
+
+
+def test_random_weights_run(pair: tuple[Any, Path]) -> None:
+    assert Stateful(load(pair[1], "native", is_dummy=True)).prompt(PROMPT[:30], 11).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["model.language_model.", "model."])
+def test_the_text_part_of_a_multimodal_model_is_served(pair: tuple[Any, Path], tmp_path: Path, name: str) -> None:
+    """With what stands beside it: the vision tower says nothing of text, and the heads for drafts are told."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    values, tensors = json.loads((pair[1] / "config.json").read_text()), load_file(pair[1] / "model.safetensors")
+    wrapped = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        **{
+            "model_type": "qwen3_5",
+            "tie_word_embeddings": values["tie_word_embeddings"],
+            "vision_config": {"depth": 2},
+        },
+        "text_config": {**{key: value for key, value in values.items() if key != "architectures"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(wrapped))
+    renamed = {one.replace("model.", name, 1): tensor for one, tensor in tensors.items()}
+    extra = {"model.visual.blocks.0.mlp.weight": torch.zeros(3, 3), "mtp.fc.weight": torch.zeros(2, 2)}
+    save_file({**renamed, **extra}, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = load(tmp_path, "native")
+    assert loaded.unused_tensors == ("mtp.fc.weight",)
+    assert torch.equal(Stateful(loaded).prompt(PROMPT[:20]), Stateful(load(pair[1], "native")).prompt(PROMPT[:20]))
