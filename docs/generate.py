@@ -367,6 +367,7 @@ MODELS = {
     "Qwen2ForCausalLM": ("Qwen2, Qwen2.5, DeepSeek-R1 distilled into them", "biases of queries, keys and values"),
     "MiMoForCausalLM": ("MiMo-7B", "a head that drafts, for speculation"),
     "Qwen3ForCausalLM": ("Qwen3, Qwen3-Embedding", "a norm of each head"),
+    "Qwen3_5ForCausalLM": ("Qwen3.5, 3.6 and 3.8 dense", "gated delta nets in three of four layers, gates of heads"),
     "MixtralForCausalLM": ("Mixtral", "experts"),
     "Qwen3MoeForCausalLM": ("Qwen3-30B-A3B and its like", "experts, a norm of each head"),
     "Qwen2MoeForCausalLM": ("Qwen1.5-MoE, Qwen2-57B-A14B", "experts, one of them for every token"),

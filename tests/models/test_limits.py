@@ -30,6 +30,7 @@ GEMMA_4 = {
     **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
 HUNYUAN = {"architectures": ["HunYuanMoEV1ForCausalLM"]}
+QWEN_3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 COHERE = {"architectures": ["CohereForCausalLM"]}
 PLACES = {
     **dict.fromkeys(["num_experts", "moe_intermediate_size", "num_experts_per_tok", "decoder_sparse_step"], EXPERTS),
@@ -56,6 +57,7 @@ PLACES = {
     **dict.fromkeys(["hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts"], GEMMA_4),
     "vocab_size_per_layer_input": {**GEMMA_4, "hidden_size_per_layer_input": 8},
     **dict.fromkeys(["global_head_dim", "num_global_key_value_heads"], GEMMA_4),
+    **{name: QWEN_3_5 for name in LIMITS if name.startswith("linear_") or name == "full_attention_interval"},
     "alpha": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
 }
 """What else the config needs so that the field is read."""

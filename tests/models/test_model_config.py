@@ -8,6 +8,7 @@ import pytest
 from splittime.core.errors import ConfigError
 from splittime.kernels.layer import (
     AttentionSpec,
+    DeltaSpec,
     LayerSpec,
     MixtureSpec,
     MlpSpec,
@@ -458,3 +459,61 @@ def test_a_name_with_a_number_that_is_none_is_nowhere_in_a_stack():
     assert names.place_of("model.layers.0.mlp.experts.3.gate_proj").number == 3
     for number in ("9" * 5000, "\u0663", "", "-1"):
         assert names.place_of(f"model.layers.0.mlp.experts.{number}.gate_proj") is None
+
+
+QWEN_3_5 = {
+    **{"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 8, "num_key_value_heads": 2, "head_dim": None},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
+}
+
+
+def test_gated_delta_nets_of_qwen3_5():
+    config = parse(**QWEN_3_5, linear_conv_kernel_dim=3, rms_norm_eps=1e-4)
+    delta = DeltaSpec(4, 12, 24, 40, conv_width=3, norm=NormSpec(1e-4))
+    assert [layer.mixer == delta for layer in config.layers] == [True, True, True, False] * 2
+    attention = config.layers[3].attention
+    assert attention == config.attention[1]
+    assert (attention.is_gated, attention.head_norm, attention.head_dim) == (True, NormSpec(1e-4), 256)
+    assert attention.position.turned_dims(256) == 64
+    assert config.deltas == [delta] * 6
+    (group,) = kv_groups(config.layers)
+    assert group.layers == (3, 7)
+    assert config.layers[0].widest == max(delta.channels + 12 * 40 + 24, config.layers[0].feed_forward.inner)
+
+
+def test_defaults_of_qwen3_5_are_those_of_transformers():
+    sizes = {name: None for name in QWEN_3_5 if name.startswith("linear_")}
+    assert parse(**QWEN_3_5 | sizes).deltas[0] == DeltaSpec(16, 32, 128, 128, conv_width=4, norm=NormSpec(1e-6))
+
+
+def test_layers_of_a_hybrid_are_as_its_config_says():
+    config = parse(**QWEN_3_5, layer_types=["full_attention", *["linear_attention"] * 7])
+    assert [isinstance(layer.mixer, DeltaSpec) for layer in config.layers] == [False] + [True] * 7
+    config = parse(**QWEN_3_5, full_attention_interval=3)
+    assert [isinstance(layer.mixer, DeltaSpec) for layer in config.layers] == [True, True, False] * 2 + [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["linear_attention"] * 8}, "layer_types is .* with the second among them"),
+        ({"layer_types": ["full_attention"] * 7}, "layer_types is .* a list of 8 names"),
+        ({"layer_types": ["full_attention"] * 7 + ["sliding_attention"]}, "layer_types"),
+        ({"layer_types": [["full_attention"]] * 8}, "layer_types"),
+        ({"linear_num_value_heads": 10}, "linear_num_value_heads is 10, must be a multiple of linear_num_key_heads, 4"),
+        ({"attn_output_gate": False}, "attn_output_gate is False, must be true"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "default", "mrope": 3}}, "rope_parameters.mrope is 3"),
+    ],
+)
+def test_hybrids_that_are_not_carried_out_are_refused(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(**QWEN_3_5 | changes)
+
+
+def test_text_is_turned_by_one_position_whatever_images_are_turned_by():
+    axes = {"mrope_section": [11, 11, 10], "mrope_interleaved": True, "rope_theta": 1e7, "partial_rotary_factor": 0.5}
+    for key in ("rope_parameters", "rope_scaling"):
+        position = parse(**QWEN_3_5, **{key: {"rope_type": "default", **axes}}).attention[0].position
+        assert position == RopeSpec("default", 1e7, share=0.5)

@@ -94,9 +94,10 @@ def _qwen3_moe(fields: Fields, windows: parts.Windows | None = None, normalises:
 def _qwen3_5(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple[LayerSpec, ...]:
     if not fields.flag("attn_output_gate", True):
         raise fields.bad("attn_output_gate", False, "true (attention without a gate is another architecture's)")
-    norm, windows, biases = parts.norm(fields), parts.no_windows(fields), _biases(fields)
-    gated = parts.attention(fields, windows, head_dim=256, partial=0.25, head_norm=norm, is_gated=True, **biases)
-    return parts.layers(norm, parts.deltas(fields, gated), feed_forwards or parts.mlps(fields))
+    norm, alike, windows = parts.norm(fields), {"is_gated": True, **_biases(fields)}, parts.no_windows(fields)
+    turned = parts.without_axes(fields)
+    mixers = parts.attention(turned, windows, head_dim=256, partial=0.25, head_norm=norm, **alike)
+    return parts.layers(norm, parts.deltas(fields, mixers), feed_forwards or parts.mlps(fields))
 
 
 def _qwen2_moe(fields: Fields) -> tuple[LayerSpec, ...]:

@@ -47,10 +47,10 @@ OF_TYPE: dict[str, set[str]] = {
 }
 """Keys that these types of rotary embedding read besides `OF_ALL`."""
 OF_ALL = {
-    *("mrope_section", "mrope_interleaved"),  # which pairs are turned by which of an image's axes: for text all are one
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "max_position_embeddings"),
 }
+AXES = ("mrope_section", "mrope_interleaved")
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
 LINEAR = "linear_attention"
 EXPERTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")  # names of one field
@@ -337,6 +337,17 @@ def attention_by_layer(
         for kind in dict.fromkeys(kinds)
     }
     return [found[kind][layer] for layer, kind in enumerate(kinds)]
+
+
+def without_axes(fields: Fields) -> Fields:
+    """Returns the fields without what says which pairs are turned by which axis of an image: text has one position."""
+    ropes = {key: fields.values.get(key) for key in (NEW, OLD)}
+    left = {
+        key: {name: one[name] for name in one if name not in AXES}
+        for key, one in ropes.items()
+        if isinstance(one, dict)
+    }
+    return fields.below(fields.values | left, fields.prefix)
 
 
 def without_rope(layers: Sequence[LayerSpec], are_without: Sequence[bool]) -> tuple[LayerSpec, ...]:
