@@ -138,7 +138,7 @@ def results() -> list[np.ndarray]:
     """Returns what the selected instruction set computes for small cases of every kernel, the same cases each time."""
     products = [_product(*kind, tokens) for kind in PRODUCTS for tokens in TOKENS]
     products += [_product_of_integers(scheme, tokens) for scheme in (INT8, INT4) for tokens in TOKENS]
-    return [*products, *_elementwise(), *(_attention(*kind) for kind in ATTENTION), *_choices()]
+    return [*products, *_elementwise(), *(_attention(*kind) for kind in ATTENTION), *_delta(), *_choices()]
 
 
 def _agree(found: np.ndarray, expected: np.ndarray) -> bool:
@@ -248,6 +248,24 @@ def _attend(
     scores = ctypes.byref(native.StScores(HEAD_DIM**-0.5, cap))
     lib.st_attention(step, store, HEADS, 0, scores, heads.ctypes.data, stride, out.ctypes.data)
     return out
+
+
+def _delta() -> Iterator[np.ndarray]:
+    """Outputs of two rows of a gated delta net, of which one goes on from a state, and the states behind them."""
+    key_heads, heads, key_dim, value_dim, width = 2, 4, 24, 40, 4  # a panel of columns, and a narrow one
+    inner, rows, tokens = heads * value_dim, 2, 8
+    channels = 2 * key_heads * key_dim + inner
+    arrays = [_drawn(1, width, channels), -np.abs(_drawn(2, heads)), _drawn(3, heads), _drawn(4, value_dim)]
+    sizes = (key_heads, heads, key_dim, value_dim, width, 1e-6, 1e-6)
+    net = native.StDelta(*sizes, *(array.ctypes.data for array in arrays))
+    places = [np.array(each, dtype=np.int64) for each in ([0, 1, tokens], [0, -1], [0, 1])]
+    step = native.StStates(rows, tokens, 0, *(array.ctypes.data for array in places), None)
+    products, out = _drawn(5, tokens, channels + inner + 2 * heads), np.zeros((tokens, inner), dtype=np.float32)
+    states = _drawn(6, rows, inner * key_dim + channels * (width - 1)).copy()
+    addresses = products.ctypes.data, products.shape[1], states.ctypes.data, out.ctypes.data
+    library().st_delta(ctypes.byref(net), ctypes.byref(step), *addresses)
+    yield out
+    yield states
 
 
 def _choices() -> Iterator[np.ndarray]:

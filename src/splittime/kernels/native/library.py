@@ -16,7 +16,7 @@ from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_i
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 
-INTERFACE_VERSION = 12
+INTERFACE_VERSION = 13
 FLOAT32, BFLOAT16, INT8, INT4, FLOAT16 = range(5)
 ZEROS, MINIMA = 1, 2  # what the groups of a weight may have besides scales
 ROUNDED_ACTIVATIONS = 4  # of bfloat16 weights
@@ -86,6 +86,34 @@ class StScores(Structure):
     _fields_ = (("scale", c_float), ("cap", c_float), ("sinks", c_void_p))
 
 
+class StDelta(Structure):
+    _fields_ = (
+        ("num_key_heads", c_int32),
+        ("num_value_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("conv_width", c_int32),
+        ("length_eps", c_float),
+        ("eps", c_float),
+        ("conv", c_void_p),
+        ("decay", c_void_p),
+        ("dt_bias", c_void_p),
+        ("norm", c_void_p),
+    )
+
+
+class StStates(Structure):
+    _fields_ = (
+        ("rows", c_int32),
+        ("tokens", c_int32),
+        ("num_keeps", c_int32),
+        ("begins", c_void_p),
+        ("reads", c_void_p),
+        ("writes", c_void_p),
+        ("keeps", c_void_p),
+    )
+
+
 class StLayer(Structure):
     _fields_ = (
         ("qkv", StLinear),
@@ -139,6 +167,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_gate": (None, (_I, _I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
     "st_attention": (None, (_BATCH, _KV, _I, _I, POINTER(StScores), _P, _L, _P)),
+    "st_delta": (None, (POINTER(StDelta), POINTER(StStates), _P, _L, _P, _P)),
     "st_draw": (None, (_I, _I, _P, _P, _P, _P)),
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),

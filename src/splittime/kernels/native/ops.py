@@ -9,6 +9,7 @@ in Python calls the library once an operation.
 import warnings
 from collections.abc import Iterable, Sequence
 from ctypes import byref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,10 +47,12 @@ from splittime.kernels.native.check import choose_isa
 from splittime.kernels.native.library import READ_KINDS, StBatch, library
 from splittime.kernels.native.packed import (
     SCHEMES,
+    NativeDelta,
     NativeLowRanks,
     NativeNorm,
     NativePlan,
     NativeStack,
+    NativeStates,
     NativeWeight,
     address,
     kv_of,
@@ -147,6 +150,7 @@ class NativeOps:
         isa, self.isa_reason = choose_isa()
         self.linear_name = f"native {isa}"
         self._low_ranks = NativeLowRanks()
+        self._deltas: WeakKeyDictionary[DeltaWeights, NativeDelta] = WeakKeyDictionary()
         check.bytes_read()  # now, before there are weights
 
     def set_threads(self, num_threads: int) -> None:
@@ -251,10 +255,30 @@ class NativeOps:
         return out
 
     def plan_states(self, batch: AttentionBatch) -> StatePlan:
-        return plain.plan_states(batch)
+        plan, tokens = plain.plan_states(batch), batch.query_begins[-1]
+        arrays = plan.begins, plan.reads, plan.writes, plan.keeps
+        lengths, slots = plan.begins.diff(), torch.cat((plan.reads, plan.writes, plan.keeps[:, 2]))
+        assert len(lengths) == len(plan.reads) == len(plan.writes), "a slot to read and one to write for each row"
+        assert plan.writes.min() >= 0, "nobody keeps a state nowhere"
+        assert (plan.keeps >= 0).all(), "a row, some of its tokens, and a slot"
+        assert (plan.keeps[:, 1] <= lengths[plan.keeps[:, 0]]).all(), "a row keeps no state behind its last token"
+        struct = native.StStates(len(lengths), tokens, len(plan.keeps), *map(address, arrays))
+        return NativeStates(*arrays, struct, int(slots.max()) + 1)
 
     def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
-        return plain.delta(products, weights, states, plan)
+        mine, spec, tokens = own(plan, NativeStates), weights.spec, len(products)
+        assert products.shape == (mine.struct.tokens, spec.widest), "products of another step or spec"
+        assert states.is_contiguous(), "slots lie one behind the other"
+        assert states.shape[1] == spec.state_floats, "slots of another spec"
+        assert len(states) >= mine.num_slots, "fewer slots than the step uses"
+        net = self._deltas.get(weights)
+        if net is None:
+            net = self._deltas[weights] = NativeDelta(weights)
+        lines = products if products.stride(1) == 1 else products.contiguous()
+        out = products.new_empty(tokens, spec.inner)
+        given = lines.data_ptr(), lines.stride(0), states.data_ptr(), out.data_ptr()
+        library().st_delta(byref(net.struct), byref(mine.struct), *given)
+        return out
 
     def finite(self, x: Tensor) -> list[bool]:
         lines, flags = x.contiguous(), np.empty(len(x), dtype=np.bool_)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
-from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, WeightScheme
-from splittime.kernels.layer import PackedNorm, PackedWeight, Weighing
+from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, StatePlan, WeightScheme
+from splittime.kernels.layer import LENGTH_EPS, DeltaWeights, PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, LowRank, ProductUses
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
@@ -136,6 +136,24 @@ class NativePlan(AttentionPlan):
     batch: native.StBatch
     shape: KvShape
     window_tokens: int
+
+
+class NativeDelta:
+    """What the library reads of a gated delta net: the convolution's weights turned, the others in place."""
+
+    def __init__(self, weights: DeltaWeights) -> None:
+        spec = weights.spec
+        sizes = (spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim, spec.conv_width)
+        self._arrays = weights.conv.t().contiguous(), weights.decay, weights.dt_bias, weights.norm
+        self.struct = native.StDelta(*sizes, LENGTH_EPS, spec.norm.eps, *map(address, self._arrays))
+
+
+@dataclass(frozen=True)
+class NativeStates(StatePlan):
+    """struct: points into the tensors. num_slots: as many as it needs."""
+
+    struct: native.StStates
+    num_slots: int
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -56,8 +56,8 @@ void add_normed(int32_t tokens, int32_t width, float *x, const float *weight, fl
   });
 }
 
-inline void gate_row(int32_t activation, const float *gate, int32_t inner, float *y) {
-  const float *up = gate + inner;
+// y may be up.
+inline void gate_row(int32_t activation, const float *gate, const float *up, int32_t inner, float *y) {
   int32_t i = 0;
   for (; i + LANES <= inner; i += LANES) store(y + i, gated_by(activation, load<F32>(gate + i), load<F32>(up + i)));
   if (i == inner) return;
@@ -70,7 +70,10 @@ inline void gate_row(int32_t activation, const float *gate, int32_t inner, float
 
 void gate(int32_t tokens, int32_t inner, int32_t activation, const float *gate_up, float *y) {
   for_tokens(tokens, inner, [&](int32_t begin, int32_t end) {
-    for (int64_t t = begin; t < end; t++) gate_row(activation, gate_up + t * 2 * inner, inner, y + t * inner);
+    for (int64_t t = begin; t < end; t++) {
+      const float *row = gate_up + t * 2 * inner;
+      gate_row(activation, row, row + inner, inner, y + t * inner);
+    }
   });
 }
 

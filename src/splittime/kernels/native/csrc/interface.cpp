@@ -142,6 +142,10 @@ void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32
   kernels().attention(batch, kv, num_heads, window_tokens, *scores, q, q_stride, out);
 }
 
+void st_delta(const StDelta *net, const StStates *step, const float *products, int64_t stride, float *states, float *out) {
+  kernels().delta(net, step, products, stride, states, out);
+}
+
 void st_draw(int32_t rows, int32_t vocab, const float *logits, const StDraw *draws, const uint32_t *bits, int32_t *tokens) {
   kernels().draw(rows, vocab, logits, draws, bits, tokens);
 }

@@ -18,6 +18,7 @@ struct Kernels {
   void (*gate)(int32_t, int32_t, int32_t, const float *, float *);
   void (*rope_write)(const StBatch *, const StKv *, int32_t, const float *, float, float *);
   void (*attention)(const StBatch *, const StKv *, int32_t, int32_t, const StScores &, const float *, int64_t, float *);
+  void (*delta)(const StDelta *, const StStates *, const float *, int64_t, float *, float *);
   void (*draw)(int32_t, int32_t, const float *, const StDraw *, const uint32_t *, int32_t *);
   void (*argmax)(int32_t, int32_t, const float *, int32_t *);
   void (*finite)(int32_t, int32_t, const float *, uint8_t *);

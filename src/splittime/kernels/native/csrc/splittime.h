@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define ST_INTERFACE_VERSION 12 /* raised with any change here; kernels/native/library.py refuses another */
+#define ST_INTERFACE_VERSION 13 /* raised with any change here; kernels/native/library.py refuses another */
 
 enum { ST_FLOAT32 = 0, ST_BFLOAT16 = 1, ST_INT8 = 2, ST_INT4 = 3, ST_FLOAT16 = 4 };
 
@@ -75,6 +75,25 @@ typedef struct {
   float scale, cap;
   const float *sinks;
 } StScores;
+
+/* A gated delta net (splittime.kernels.layer.DeltaSpec). conv: [conv_width][channels], the newest token's last, channels
+ * being those of num_key_heads queries, as many keys, and num_value_heads values. decay, dt_bias: [num_value_heads]. norm:
+ * [value_dim]. num_key_heads divides num_value_heads. */
+typedef struct {
+  int32_t num_key_heads, num_value_heads, key_dim, value_dim, conv_width;
+  float length_eps, eps; /* of queries and keys; of the norm */
+  const float *conv, *decay, *dt_bias, *norm;
+} StDelta;
+
+/* Which states the rows of a step go on from, where they leave them, and where else a row's state behind some of its tokens
+ * is left: splittime.kernels.api.StateBatch. Row r's tokens are [begins[r], begins[r + 1]). */
+typedef struct {
+  int32_t rows, tokens, num_keeps;
+  const int64_t *begins; /* [R + 1] */
+  const int64_t *reads;  /* [R], -1 for zeros */
+  const int64_t *writes; /* [R] */
+  const int64_t *keeps;  /* [num_keeps][3]: row, count, slot */
+} StStates;
 
 enum { ST_SILU = 0, ST_GELU = 1 }; /* what an MLP's gates pass; GELU by its approximation with a tanh */
 
@@ -180,6 +199,12 @@ void st_rope_write(const StBatch *batch, const StKv *kv, int32_t num_heads, cons
  * h / (num_heads / num_kv_heads); a query at position p sees (p - window_tokens, p], all of [0, p] if that is 0. */
 void st_attention(const StBatch *batch, const StKv *kv, int32_t num_heads, int32_t window_tokens, const StScores *scores,
                   const float *q, int64_t q_stride, float *out);
+
+/* products: rows of `stride` elements, queries, keys, values [channels], then z [num_value_heads * value_dim], b and a
+ * [num_value_heads] each -> out [tokens][num_value_heads * value_dim], normed and times the SiLU of z. states: slots of
+ * num_value_heads * key_dim * value_dim + channels * (conv_width - 1) floats. A token's result and the state behind it depend
+ * on the row's tokens up to it alone, to the last bit, and not on which of them came in earlier calls. */
+void st_delta(const StDelta *net, const StStates *step, const float *products, int64_t stride, float *states, float *out);
 
 /* How one token is drawn. top_k: 0 for off; min_p: 0 for off, else a share of the largest probability; top_p: 1 for off;
  * uniform: in [0, 1). allowed: 0 for every token, else 1 + the line of `bits` that has a bit for each that may be drawn. */

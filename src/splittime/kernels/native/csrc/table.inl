@@ -1,5 +1,6 @@
 // The small kernels of one instruction set, and its table of all of them.
 #include "elementwise.inl"
+#include "delta.inl"
 #include "linear.inl"
 #include "sampling.inl"
 
@@ -22,6 +23,7 @@ const Kernels ST_TABLE(ST_ISA) = {
     .gate = ST_ISA::gate,
     .rope_write = ST_ISA::rope_write,
     .attention = ST_ISA::attention,
+    .delta = ST_ISA::delta,
     .draw = ST_ISA::draw,
     .argmax = ST_ISA::argmax,
     .finite = ST_ISA::finite,
