@@ -246,6 +246,7 @@ DELTA = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 6},
     **{"head_dim": 24, "num_hidden_layers": 5, "full_attention_interval": 2},
 }
+SHARED = {"shared_expert_intermediate_size": 40}
 WIDE_ROPE = {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}
 STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", DELTA),
@@ -261,6 +262,17 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-biases": (
         "Qwen3_5",
         {**DELTA, "attention_bias": True, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "rms_norm_eps": 0.01},
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {**DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, **SHARED},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **{**DELTA, **SHARED, "num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 16},
+            **{"mlp_only_layers": [1], "norm_topk_prob": False, "linear_key_head_dim": 6},
+        },
     ),
 }
 """Models of which some layers keep states."""

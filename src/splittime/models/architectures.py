@@ -24,7 +24,7 @@ from splittime.kernels.layer import (
 )
 from splittime.models import parts
 from splittime.models.fields import Bounds, Fields, bad
-from splittime.models.names import LayerNames, MlpNames, Stacked
+from splittime.models.names import DeltaNames, LayerNames, MlpNames, Stacked
 
 SLIDING_WINDOW = 4096  # of Mistral, Qwen2 and Qwen3 where the config names none
 FeedForwards = Sequence[MlpSpec | MixtureSpec]  # of each layer
@@ -98,6 +98,16 @@ def _qwen3_5(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple
     turned = parts.without_axes(fields)
     mixers = parts.attention(turned, windows, head_dim=256, partial=0.25, head_norm=norm, **alike)
     return parts.layers(norm, parts.deltas(fields, mixers), feed_forwards or parts.mlps(fields))
+
+
+def _qwen3_5_moe(fields: Fields, num_chosen: int = 8, normalises: bool = True) -> tuple[LayerSpec, ...]:
+    router = parts.router(fields, num_chosen=num_chosen, normalises=normalises)
+    shared = fields.count("shared_expert_intermediate_size", 512)
+    return _qwen3_5(fields, parts.mixtures(fields, router, shared, gates_shared=True))
+
+
+def _qwen3_next(fields: Fields) -> tuple[LayerSpec, ...]:
+    return _qwen3_5_moe(fields, num_chosen=10, normalises=fields.flag("norm_topk_prob", True))
 
 
 def _qwen2_moe(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -477,6 +487,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MiMoForCausalLM": Architecture(_qwen2),  # with a head beside it (`models.head`)
     "Qwen3ForCausalLM": Architecture(_qwen3),
     "Qwen3_5ForCausalLM": Architecture(_qwen3_5, LESS_ONE),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        _qwen3_5_moe,
+        replace(LESS_ONE, stacked=Stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),
+        defaults={"num_experts": 256, "moe_intermediate_size": 512, "intermediate_size": 512},
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        _qwen3_next,
+        replace(
+            LESS_ONE, delta=DeltaNames("linear_attn.in_proj_qkvz", strength="linear_attn.in_proj_ba", by_head=True)
+        ),
+        defaults={"num_experts": 512, "moe_intermediate_size": 512, "intermediate_size": 5632},
+    ),
     "MixtralForCausalLM": Architecture(
         _mixtral,
         LayerNames(
@@ -549,6 +571,7 @@ WRAPPERS = {
     ("Mistral3ForConditionalGeneration", "mistral"): "MistralForCausalLM",
     ("Mistral3ForConditionalGeneration", "ministral3"): "Ministral3ForCausalLM",
     ("Qwen3_5ForConditionalGeneration", "qwen3_5_text"): "Qwen3_5ForCausalLM",
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"): "Qwen3_5MoeForCausalLM",
 }
 """By the name of a multimodal model and the type of its text part, which is served."""
 

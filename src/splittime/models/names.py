@@ -36,7 +36,8 @@ class Stacked:
 
 @dataclass(frozen=True)
 class DeltaNames:
-    """The modules of a gated delta net, and of its tensors those that are no module's."""
+    """The modules of a gated delta net, and of its tensors those that are no module's. by_head: `qkv` holds the gate
+    too, and `strength` the decays: of each key head all that belongs to it, one kind below the other."""
 
     qkv: str = "linear_attn.in_proj_qkv"
     gate: str = "linear_attn.in_proj_z"
@@ -47,6 +48,7 @@ class DeltaNames:
     output: str = "linear_attn.out_proj"
     log_decay: str = "linear_attn.A_log"
     dt_bias: str = "linear_attn.dt_bias"
+    by_head: bool = False
 
 
 class ExpertPlace(NamedTuple):

@@ -6,6 +6,7 @@ has them so.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,12 @@ class Rows(NamedTuple):
             return replace(rows, content=rows_of(rows.content, begin, end), head_dim=head_dim)
 
         return Rows(cut(self.weight), None if self.bias is None else cut(self.bias))
+
+    def by_kind(self, sizes: Sequence[int], head_dims: Sequence[int] = ()) -> list[list["Rows"]]:
+        """Returns the rows of each kind, head by head, of which a head has so many, one kind below the other."""
+        begins, dims = range(0, self.weight.shape[0], sum(sizes)), head_dims or (0,) * len(sizes)
+        kinds = zip(sizes, accumulate(sizes), dims, strict=True)
+        return [[self.part(begin + end - size, begin + end, dim) for begin in begins] for size, end, dim in kinds]
 
 
 class LayerBuilder:
@@ -150,10 +157,7 @@ class LayerBuilder:
         biased = {"has_bias": spec.qkv_bias}
         queries, gates = [self._rows(names.query, (1 + spec.is_gated) * width, hidden, spec.head_dim, **biased)], []
         if spec.is_gated:
-            (both,), size = queries, spec.head_dim
-            begins = range(0, 2 * width, 2 * size)
-            queries = [both.part(begin, begin + size, both.weight.head_dim) for begin in begins]
-            gates = [both.part(begin + size, begin + 2 * size, 0) for begin in begins]
+            queries, gates = queries[0].by_kind((spec.head_dim,) * 2, (queries[0].weight.head_dim, 0))
         keys, values = [], []
         if spec.keys_of is None:
             keys = [self._rows(names.key, spec.kv_width, hidden, spec.head_dim, **biased)]
@@ -174,18 +178,32 @@ class LayerBuilder:
     def _delta(self, spec: layer.DeltaSpec) -> layer.DeltaWeights:
         """Strengths and decays stay floats, as a router does: they are a hundredth of the weights, and what they do to
         a state stays in it. Published 8-bit checkpoints of Qwen3-Next except them too."""
-        names, hidden, heads, plan = self.names.delta, self.hidden_size, spec.num_value_heads, self.plan
-        sizes = {names.qkv: spec.channels, names.gate: spec.inner, names.strength: heads, names.decay: heads}
-        rows = [self._rows(name, size, hidden, has_bias=False) for name, size in sizes.items()]
+        names, heads, (wide, small) = self.names.delta, spec.num_value_heads, self._delta_rows(spec)
+        schemes = [self.plan.layers] * len(wide) + [self.plan.router] * len(small)
         return layer.DeltaWeights(
             spec=spec,
-            products=self._packed(names.qkv, rows, [plan.layers, plan.layers, plan.router, plan.router]),
-            output=self._pack((names.output, hidden, spec.inner), has_bias=False),
+            products=self._packed(names.qkv, wide + small, schemes),
+            output=self._pack((names.output, self.hidden_size, spec.inner), has_bias=False),
             conv=self._take_small(f"{names.conv}.weight", spec.channels, 1, spec.conv_width).view(spec.channels, -1),
             decay=-self._take_small(names.log_decay, heads).exp(),
             dt_bias=self._take_small(names.dt_bias, heads),
             norm=self._take_small(f"{names.norm}.weight", spec.value_dim),
         )
+
+    def _delta_rows(self, spec: layer.DeltaSpec) -> tuple[list[Rows], list[Rows]]:
+        """Returns those of queries, keys, values and gate, and those of strengths and decays."""
+        names, heads = self.names.delta, spec.num_value_heads
+        if not names.by_head:
+            sizes = {names.qkv: spec.channels, names.gate: spec.inner, names.strength: heads, names.decay: heads}
+            rows = [self._rows(name, size, self.hidden_size, has_bias=False) for name, size in sizes.items()]
+            return rows[:2], rows[2:]
+        sharing = heads // spec.num_key_heads
+        keys, values = [spec.key_dim] * 2, [sharing * spec.value_dim] * 2
+        all_wide = self._rows(names.qkv, spec.channels + spec.inner, self.hidden_size, has_bias=False)
+        all_small = self._rows(names.strength, 2 * heads, self.hidden_size, has_bias=False)
+        kinds = all_wide.by_kind(keys + values), all_small.by_kind((sharing, sharing))
+        wide, small = (list(chain.from_iterable(each)) for each in kinds)
+        return wide, small
 
     def _unscaled(self, norm: layer.NormSpec, size: int) -> layer.PackedNorm:
         return pack_norm(self.ops, norm, torch.ones(size, dtype=self.ops.activation_dtype, device=self.ops.device))

@@ -26,7 +26,7 @@ from splittime.kernels.reference.rounding import dequantize
 from splittime.kernels.rounded import UNITS
 from splittime.models.quant.plan import INTEGERS, WeightPlan, kept_bytes
 from splittime.models.weights.cache import PackedCache
-from splittime.models.weights.source import Source, StoredWeight
+from splittime.models.weights.source import Source, StoredWeight, whole_of
 
 log = logging.getLogger("splittime.weights")
 
@@ -226,11 +226,13 @@ class _Pieces(list[Tensor]):
 
 
 def _rounded_pieces(parts: Sequence[WeightRows], source: Source) -> Iterator[RoundedRows]:
-    """The rows of these parts, of integers: a piece is made when it is asked for, a part released after its last."""
-    for part in parts:
+    """The rows of these parts, of integers: a piece is made when it is asked for, a weight released after its last."""
+    wholes = [whole_of(part.content) for part in parts]
+    for part, whole, after in zip(parts, wholes, [*wholes[1:], None], strict=True):
         for begin, end in _split_rounded(part):
             yield _rounded(part, begin, end)
-        source.release(part.content)
+        if whole is not after:
+            source.release(whole)
 
 
 def _widened(parts: Sequence[WeightRows], source: Source, scheme: WeightScheme) -> list[Tensor]:

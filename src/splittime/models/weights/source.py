@@ -167,6 +167,13 @@ class RowsOf:
         return self.whole.rows(self._begin + begin, self._begin + end)
 
 
+def whole_of(weight: Tensor | StoredWeight) -> Tensor | StoredWeight:
+    """Returns what these are rows of, if they are."""
+    while isinstance(weight, RowsOf):
+        weight = weight.whole
+    return weight
+
+
 def rows_of(weight: Tensor | StoredWeight, begin: int, end: int) -> Tensor | StoredWeight:
     return weight[begin:end] if isinstance(weight, Tensor) else RowsOf(weight, begin, end)
 
