@@ -127,21 +127,40 @@ def test_products_may_be_a_slice_of_something_wider(ops):
     spec, weights = SPECS[0], weights_of(SPECS[0])
     products = products_of(spec, 9)
     wider = torch.cat((products, torch.full((9, 3), float("nan"))), dim=1)
-    assert torch.equal(whole(ops, wider[:, :-3], weights)[0], whole(ops, products, weights)[0])
+    for given in (wider[:, :-3], products.t().contiguous().t()):
+        assert torch.equal(whole(ops, given, weights)[0], whole(ops, products, weights)[0])
+
+
+def test_each_layer_has_weights_of_its_own(ops):
+    spec = SPECS[0]
+    products, layers = products_of(spec, 9), [weights_of(spec, seed) for seed in (0, 1)]
+    (first, _), (second, _), (again, _) = (whole(ops, products, layers[place]) for place in (0, 1, 0))
+    assert torch.equal(again, first)
+    assert not torch.equal(second, first)
 
 
 def test_what_does_not_fit_is_refused(ops):
     spec, weights = SPECS[0], weights_of(SPECS[0])
     products, states = products_of(spec, 4), slots(spec)
-    fits = ops.plan_states(batch_of([4], [-1], [5], [(0, 4, 4)]))
-    ops.delta(products, weights, states, fits)
+    for batch in (([4], [-1], [5]), ([4], [5], [0]), ([4], [-1], [0], [(0, 4, 5)])):
+        fits = ops.plan_states(batch_of(*batch))
+        ops.delta(products, weights, states, fits)
+        with pytest.raises(AssertionError, match="fewer slots"):
+            ops.delta(products, weights, states[:5], fits)
     for wrong in (products[:3], products[:, 1:]):
         with pytest.raises(AssertionError, match="products"):
             ops.delta(wrong, weights, states, fits)
-    for narrow in (states[:5], states[:, 1:].contiguous(), states[:, 1:]):
-        with pytest.raises(AssertionError, match="slots"):
-            ops.delta(products, weights, narrow, fits)
-    refused = [([4], [0, 1], [0]), ([4], [0], [-1]), ([4], [0], [0], [(0, 5, 1)]), ([4], [0], [0], [(0, 1, -1)])]
+    for wrong, reason in ((states[:, 1:].contiguous(), "another spec"), (states.t().contiguous().t(), "behind")):
+        with pytest.raises(AssertionError, match=reason):
+            ops.delta(products, weights, wrong, fits)
+    refused = [
+        ([4], [0, 1], [0]),
+        ([4], [0], [-1]),
+        ([4], [0], [0], [(0, 5, 1)]),
+        ([4], [0], [0], [(0, -1, 1)]),
+        ([4], [0], [0], [(0, 1, -1)]),
+        ([2, 2], [0], [0]),
+    ]
     for batch in refused:
         with pytest.raises(AssertionError):
             ops.plan_states(batch_of(*batch))

@@ -255,15 +255,17 @@ class NativeOps:
         return out
 
     def plan_states(self, batch: AttentionBatch) -> StatePlan:
-        plan, tokens = plain.plan_states(batch), batch.query_begins[-1]
+        plan, states, begins = plain.plan_states(batch), batch.states, batch.query_begins
+        assert states is not None, "`plain.plan_states` has looked"
+        assert len(begins) - 1 == len(states.reads) == len(states.writes), "a row has a slot to read and one to write"
+        assert min(states.writes) >= 0, "a row leaves its state in no slot"
+        for row, count, slot in states.keeps:
+            assert 0 <= count <= begins[row + 1] - begins[row], "a state is left behind tokens that are not there"
+            assert slot >= 0, "a state is left in no slot"
         arrays = plan.begins, plan.reads, plan.writes, plan.keeps
-        lengths, slots = plan.begins.diff(), torch.cat((plan.reads, plan.writes, plan.keeps[:, 2]))
-        assert len(lengths) == len(plan.reads) == len(plan.writes), "a slot to read and one to write for each row"
-        assert plan.writes.min() >= 0, "nobody keeps a state nowhere"
-        assert (plan.keeps >= 0).all(), "a row, some of its tokens, and a slot"
-        assert (plan.keeps[:, 1] <= lengths[plan.keeps[:, 0]]).all(), "a row keeps no state behind its last token"
-        struct = native.StStates(len(lengths), tokens, len(plan.keeps), *map(address, arrays))
-        return NativeStates(*arrays, struct, int(slots.max()) + 1)
+        struct = native.StStates(len(states.reads), begins[-1], len(states.keeps), *map(address, arrays))
+        last = max(*states.reads, *states.writes, *(slot for _, _, slot in states.keeps))
+        return NativeStates(*arrays, struct, last + 1)
 
     def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
         mine, spec, tokens = own(plan, NativeStates), weights.spec, len(products)

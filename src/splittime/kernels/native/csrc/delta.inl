@@ -193,7 +193,6 @@ inline void run_panel(const Call &call, int32_t row, int32_t head, int32_t panel
   };
   float *to = place(step.writes[row]), *state = width == PANEL ? to : memory.of(PANEL * key_dim);
   const float *from = place(step.reads[row]);
-  if (state != to) memset(state, 0, (int64_t)PANEL * key_dim * sizeof *state);
   if (state != to || !from) copy_panel(from, width, width, key_dim, state, PANEL), from = state;
   for (int64_t begin = step.begins[row], at = begin, end = step.begins[row + 1];;) {
     int64_t stop = end;
