@@ -1,8 +1,9 @@
 """The engine on models of which some layers keep states: however a request is scheduled, its numbers are the same.
 
-batched = alone, chunked = whole, planned ahead = one after the other, preempted = undisturbed: to the last bit, and so
-is a prompt that goes on from a checkpoint, for what prompts wrote. What decode steps wrote and a later prompt reads is
-the same but for the last bits (the keys of the layers with attention), so there tokens are compared.
+batched = alone, chunked = whole, planned ahead = one after the other, preempted = undisturbed: by the native kernels to
+the last bit, and so is a prompt that goes on from a checkpoint, for what prompts wrote. What decode steps wrote and a
+later prompt reads is the same but for the last bits (the keys of the layers with attention), so there tokens are
+compared, and by torch's kernels, whose products depend on what is beside them, tokens and nearly the same scores.
 """
 
 import random
@@ -28,6 +29,7 @@ from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
 
 LENGTHS = (3, 17, 64, 65, 130, 7, 48, 191)
+NO_CACHE = {"enable_prefix_caching": False}
 KERNELS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not has_native_kernels(), reason="no kernels"))]
 Outcome = list[tuple[int, float]]
 
@@ -77,6 +79,18 @@ class Served:
                 self.found[news.request_id] += zip(news.token_ids, scores, strict=True)
 
 
+def require_same(runner: TorchRunner, found: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
+    if runner.resolved.kernels == "native":
+        assert found == expected
+    require_nearly_same(found, expected)
+
+
+def require_nearly_same(found: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
+    for name, outcome in expected.items():
+        assert [token for token, _ in found[name]] == [token for token, _ in outcome]
+        assert [score for _, score in found[name]] == pytest.approx([score for _, score in outcome], abs=1e-3)
+
+
 def prompts() -> dict[str, tuple[int, ...]]:
     """Prompts that share 80 tokens in pairs."""
     source, found = random.Random(7), {}
@@ -92,7 +106,7 @@ def alone(runner: TorchRunner) -> dict[str, Outcome]:
     """Each in an engine of its own, whole, with no prefix cache."""
     found = {}
     for number, (name, prompt) in enumerate(prompts().items()):
-        engine = Served(runner, max_num_seqs=1, enable_prefix_caching=False)
+        engine = Served(runner, max_num_seqs=1, **NO_CACHE)
         engine.serve({**{f"before {n}": (5,) for n in range(number)}, name: prompt})
         found[name] = engine.found[name]
     return found
@@ -105,7 +119,7 @@ def test_company_and_cuts_change_no_bit(
 ) -> None:
     engine = Served(runner, is_ahead=is_ahead, max_num_batched_tokens=budget)
     engine.serve(prompts())
-    assert engine.found == alone
+    require_same(runner, engine.found, alone)
 
 
 @pytest.mark.parametrize("num_state_slots", [3, 10, 64])
@@ -116,7 +130,7 @@ def test_a_hit_is_a_computed_prompt_to_the_last_bit(
     engine = Served(runner, num_state_slots=num_state_slots)
     for _ in range(2):
         engine.serve(prompts())
-        assert engine.found == alone
+        require_same(runner, engine.found, alone)
     assert (engine.scheduler.counts.prefix_hit_tokens > 0) == (num_state_slots > 3)
 
 
@@ -124,7 +138,7 @@ def test_at_every_length_a_prompt_goes_on_from_its_last_checkpoint(runner: Torch
     source = random.Random(3)
     longest = tuple(source.randrange(3, 97) for _ in range(200))
     lengths = [1, 63, 64, 65, 66, 127, 128, 129, 144, 192, 193, 200]
-    cold = Served(runner, enable_prefix_caching=False)
+    cold = Served(runner, **NO_CACHE)
     cold.serve({f"{length}": longest[:length] for length in lengths}, max_tokens=1)
     warm = Served(runner)
     warm.serve({"all": longest}, max_tokens=1)
@@ -132,37 +146,45 @@ def test_at_every_length_a_prompt_goes_on_from_its_last_checkpoint(runner: Torch
         before = warm.num_computed
         name, number = f"{length}", lengths.index(length)
         warm.serve({**{f"{n}": longest[:1] for n in range(number)}, name: longest[:length]}, max_tokens=1)
-        assert warm.found[name] == cold.found[name]
+        require_same(runner, {name: warm.found[name]}, {name: cold.found[name]})
         computed = length - (length - 1) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
         assert warm.num_computed - before == number + computed
 
 
-def test_a_preempted_request_is_undisturbed(runner: TorchRunner, alone: dict[str, Outcome]) -> None:
-    engine = Served(runner, num_blocks=32, enable_prefix_caching=False)
-    engine.serve(prompts())
-    assert engine.scheduler.counts.num_preemptions > 0
-    assert engine.found == alone
+def test_a_preempted_request_is_undisturbed(runner: TorchRunner) -> None:
+    """What its outputs wrote is computed again as a prompt, so scores may differ in the last bits."""
+    asked, tight = {name: prompts()[name] for name in ("1", "3", "6")}, {"num_blocks": 26, "max_model_len": 256}
+    engines = [Served(runner, **NO_CACHE), Served(runner, **tight, **NO_CACHE), Served(runner, **tight)]
+    for engine in engines:
+        engine.serve(asked, max_tokens=60)
+    preempted = [engine.scheduler.counts.num_preemptions for engine in engines]
+    assert preempted[0] == 0
+    assert min(preempted[1:]) > 0
+    for engine in engines[1:]:
+        require_nearly_same(engine.found, engines[0].found)
 
 
 def test_turns_of_two_agents_compute_what_is_new(runner: TorchRunner) -> None:
     """Six turns each by turns: at most a checkpoint's tokens more than is new, and the answers of an engine that
-    computes all of it again."""
-    warm, cold = Served(runner), Served(runner, enable_prefix_caching=False)
-    source = random.Random(5)
+    computes all of it again. (Engines have the runner's memory to themselves, one after the other.)"""
+    source, turns, cold = random.Random(5), list[tuple[str, tuple[int, ...]]](), Served(runner, **NO_CACHE)
     histories = {name: tuple(source.randrange(3, 97) for _ in range(100)) for name in ("one", "two")}
-    known = dict.fromkeys(histories, 0)
+    answers = []
     for _ in range(6):
         for agent, history in histories.items():
-            before = warm.num_computed
-            for engine in (warm, cold):
-                engine.serve({agent: history}, max_tokens=9, temperature=0.0)
-            answer = [token for token, _ in warm.found[agent]]
-            assert answer == [token for token, _ in cold.found[agent]]
-            new = len(history) + 8 - known[agent]
-            assert new <= warm.num_computed - before <= new + CHECKPOINT_TOKENS
-            known[agent] = len(history) + 8
-            histories[agent] = (*history, *answer, *(source.randrange(3, 97) for _ in range(20)))
-    assert cold.num_computed > 3 * warm.num_computed
+            turns.append((agent, history))
+            cold.serve({agent: history}, max_tokens=9, temperature=0.0)
+            answers.append([token for token, _ in cold.found[agent]])
+            histories[agent] = (*history, *answers[-1], *(source.randrange(3, 97) for _ in range(20)))
+    warm, known = Served(runner), dict.fromkeys(histories, 0)
+    for (agent, history), answer in zip(turns, answers, strict=True):
+        before = warm.num_computed
+        warm.serve({agent: history}, max_tokens=9, temperature=0.0)
+        assert [token for token, _ in warm.found[agent]] == answer
+        new = len(history) + 8 - known[agent]
+        assert new <= warm.num_computed - before <= new + CHECKPOINT_TOKENS
+        known[agent] = len(history) + 8
+    assert cold.num_computed > 2.5 * warm.num_computed
 
 
 @pytest.mark.parametrize(
@@ -186,9 +208,10 @@ def test_what_states_do_not_go_with_is_refused_by_name(tmp_path: Path, settings:
 def test_other_shapes_go_on_from_checkpoints_too(variant: str, tmp_path: Path) -> None:
     make(variant, tmp_path)
     runner, asked = loaded(tmp_path), {name: prompts()[name] for name in ("2", "3")}
-    cold, warm = Served(runner, enable_prefix_caching=False), Served(runner)
+    cold = Served(runner, **NO_CACHE)
     cold.serve(asked)
+    warm = Served(runner)
     for _ in range(2):
         warm.serve(asked)
-        assert warm.found == cold.found
+        require_same(runner, warm.found, cold.found)
     assert warm.scheduler.counts.prefix_hit_tokens > 0
