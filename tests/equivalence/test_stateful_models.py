@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stored_layouts as layouts
 import torch
-from random_models import STATEFUL, make
+from random_models import DELTA, LONG, STATEFUL, make
 from safetensors.torch import load_file, save_file
 from stateful import Stateful, load
+from test_stored_formats import AWQ, GPTQ
 
 from splittime.models.architectures import WRAPPERS
 from splittime.models.weights.keeping import finish
@@ -184,3 +186,49 @@ def test_experts_may_be_stored_in_one_tensor_or_each_in_its_own(pair: tuple[Any,
     loaded = load(tmp_path, "native")
     assert loaded.unused_tensors == ()
     assert torch.equal(Stateful(loaded).prompt(PROMPT[:20]), Stateful(load(pair[1], "native")).prompt(PROMPT[:20]))
+
+
+EVEN = {
+    **{
+        **LONG,
+        **DELTA,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "mlp_only_layers": [*range(5)],
+    },
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+
+
+def is_rounded(name: str, tensor: torch.Tensor) -> bool:
+    """Whether it is a product of a layer."""
+    return ".layers." in name and tensor.dim() == 2
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next"])
+@pytest.mark.parametrize(("said", "store"), [(AWQ, layouts.awq), (GPTQ, layouts.gptq)], ids=["awq", "gptq"])
+def test_a_quantised_checkpoint_is_the_model_that_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, said: dict[str, Any], store: Any
+) -> None:
+    """Rows of two projections that a module holds head by head are found in integers as in floats."""
+    monkeypatch.setitem(STATEFUL, "even", (family, EVEN))
+    make("even", tmp_path / "plain")
+    values, tensors = (
+        json.loads((tmp_path / "plain" / "config.json").read_text()),
+        load_file(tmp_path / "plain" / "model.safetensors"),
+    )
+    (tmp_path / "stored").mkdir()
+    integers = {name: one for name, one in tensors.items() if not is_rounded(name, one)}
+    for name in sorted(tensors.keys() - integers.keys()):
+        drawn = layouts.draw(*tensors[name].shape, zeros=(1, 15), seed=name)
+        tensors[name] = drawn.values().float()
+        integers |= {name.removesuffix("weight") + kind: one for kind, one in store(drawn).items()}
+    save_file(tensors, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(integers, tmp_path / "stored" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "stored" / "config.json").write_text(json.dumps({**values, "quantization_config": said}))
+    want = Stateful(load(tmp_path / "plain", "torch")).prompt(PROMPT[:40])
+    for kernels, most in (("torch", 1e-4), ("native", 0.08)):
+        loaded = load(tmp_path / "stored", kernels)
+        assert loaded.unused_tensors == ()
+        assert (Stateful(loaded).prompt(PROMPT[:40]) - want).abs().mean() < most * want.std()

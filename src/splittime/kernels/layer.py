@@ -363,7 +363,7 @@ class AttentionWeights:
         return Weighing(self.spec.scale, self.spec.score_cap, self.sinks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeltaWeights:
     """products: [channels + inner + 2 num_value_heads, hidden], of queries, keys, values, gate, strengths (b) and
     decays (a); output: [hidden, inner]. The others are float32 and contiguous: conv [channels, conv_width], the oldest

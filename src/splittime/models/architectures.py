@@ -95,8 +95,7 @@ def _qwen3_5(fields: Fields, feed_forwards: FeedForwards | None = None) -> tuple
     if not fields.flag("attn_output_gate", True):
         raise fields.bad("attn_output_gate", False, "true (attention without a gate is another architecture's)")
     norm, alike, windows = parts.norm(fields), {"is_gated": True, **_biases(fields)}, parts.no_windows(fields)
-    turned = parts.without_axes(fields)
-    mixers = parts.attention(turned, windows, head_dim=256, partial=0.25, head_norm=norm, **alike)
+    mixers = parts.attention(parts.without_axes(fields), windows, head_dim=256, partial=0.25, head_norm=norm, **alike)
     return parts.layers(norm, parts.deltas(fields, mixers), feed_forwards or parts.mlps(fields))
 
 
@@ -104,10 +103,6 @@ def _qwen3_5_moe(fields: Fields, num_chosen: int = 8, normalises: bool = True) -
     router = parts.router(fields, num_chosen=num_chosen, normalises=normalises)
     shared = fields.count("shared_expert_intermediate_size", 512)
     return _qwen3_5(fields, parts.mixtures(fields, router, shared, gates_shared=True))
-
-
-def _qwen3_next(fields: Fields) -> tuple[LayerSpec, ...]:
-    return _qwen3_5_moe(fields, num_chosen=10, normalises=fields.flag("norm_topk_prob", True))
 
 
 def _qwen2_moe(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -179,10 +174,6 @@ def _olmoe(fields: Fields) -> tuple[LayerSpec, ...]:
     mixers = parts.attention(fields, parts.no_windows(fields), head_norm=norm, normed="all", **_biases(fields))
     router = parts.router(fields, num_chosen=8, normalises=fields.flag("norm_topk_prob", False))
     return parts.layers(norm, mixers, parts.mixtures(fields, router))
-
-
-def _granite_moe(fields: Fields) -> tuple[LayerSpec, ...]:
-    return _granite(fields, parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True)))
 
 
 def _biases(fields: Fields, default: bool = False, key: str = "attention_bias") -> dict[str, bool]:
@@ -493,7 +484,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"num_experts": 256, "moe_intermediate_size": 512, "intermediate_size": 512},
     ),
     "Qwen3NextForCausalLM": Architecture(
-        _qwen3_next,
+        lambda fields: _qwen3_5_moe(fields, 10, fields.flag("norm_topk_prob", True)),
         replace(
             LESS_ONE, delta=DeltaNames("linear_attn.in_proj_qkvz", strength="linear_attn.in_proj_ba", by_head=True)
         ),
@@ -519,7 +510,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Dots1ForCausalLM": Architecture(_dots, LayerNames(shared=SHARED_EXPERTS)),
     "MellumForCausalLM": Architecture(_mellum, defaults={"head_dim": 128, "rope_parameters": MELLUM_ROPES}),
     "OlmoeForCausalLM": Architecture(_olmoe, defaults=SHORT_EPS),
-    "GraniteMoeForCausalLM": Architecture(_granite_moe, GRANITE_MOE, _granite_ends),
+    "GraniteMoeForCausalLM": Architecture(
+        lambda fields: _granite(fields, parts.mixtures(fields, parts.router(fields, num_chosen=2, normalises=True))),
+        GRANITE_MOE,
+        _granite_ends,
+    ),
     "SmolLM3ForCausalLM": Architecture(_smollm3, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}),
     "SeedOssForCausalLM": Architecture(_seed_oss, defaults={"head_dim": 128}),
     "Ernie4_5ForCausalLM": Architecture(
@@ -598,10 +593,6 @@ def find(values: dict[str, object]) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise bad("architectures", names, "a list of one name")
     if names[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}",
-            param="architectures",
-            value=names[0],
-            limit=list(ARCHITECTURES),
-        )
+        said = f"architecture {names[0]} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        raise ConfigError(said, param="architectures", value=names[0], limit=list(ARCHITECTURES))
     return names[0]

@@ -127,6 +127,10 @@ def test_what_cannot_be_done_is_said(school, tmp_path, words, said):
     [
         ({"vocab_size": 4000}, "the student has 4,000 tokens and the teacher 4,096"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "cannot be trained with architectures 'Qwen2ForCausalLM'"),
+        (
+            {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2, "num_hidden_layers": 2},
+            "cannot be trained with architectures 'Qwen3_5ForCausalLM'",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling 'linear'"),
     ],

@@ -70,7 +70,7 @@ def read_plan(path: Path, of_head: bool = False) -> StudentPlan:
 
 def _refuse(config: ModelConfig, what: str, hint: str) -> None:
     """Whatever `distill.llama` does not compute."""
-    mixer, part = config.layers[0].attention, config.layers[0].feed_forward
+    mixer, part = config.attention[0], config.layers[0].feed_forward
     biases = mixer.qkv_bias or mixer.output_bias or (isinstance(part, MlpSpec) and part.has_bias)
     rope_type = mixer.position.rope_type
     wrong = {
