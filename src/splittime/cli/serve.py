@@ -143,6 +143,9 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
     elif said("num_blocks"):
         tokens, kind = said("num_blocks") * said("block_size"), said("kv_cache_dtype")
         yield "room", f"{tokens:,} tokens of KV cache in {kind}; a request has at most {said('max_model_len'):,}"
+        if said("num_state_slots"):
+            states = f"{said('num_state_slots')} of {said('state_bytes') / MIB:,.1f} MiB"
+            yield "states", f"{states}; a known prompt goes on from its last whole {CHECKPOINT_TOKENS} tokens"
         scheduled = said("scheduler") or {}
         slots, prompts = said("max_num_seqs"), scheduled.get("max_prefill_tokens")
         step = f"at most {slots} request{'s' * (slots != 1)} and {said('max_num_batched_tokens'):,} tokens"
