@@ -187,10 +187,10 @@ def test_checkpoints_used_least_recently_are_given_away_first() -> None:
 
 
 def test_nobody_is_admitted_without_a_state_and_the_books_say_so() -> None:
-    """Four run, and what else there is are checkpoints that their steps still write or read."""
-    scheduler = make(6, max_num_seqs=4)
+    """All that there are belong to those that run."""
+    scheduler = make(6, max_num_seqs=8)
     crank, _ = cranked(scheduler)
-    for number in range(5):
+    for number in range(8):
         crank.submit(ask(f"r{number}", prompt_of(number, 9), max_tokens=4), 0)
     causes = set[Cause | None]()
     while crank.has_work:
@@ -201,12 +201,23 @@ def test_nobody_is_admitted_without_a_state_and_the_books_say_so() -> None:
 
 
 def test_a_forgotten_cache_has_no_checkpoints() -> None:
-    crank, runner = cranked(make(16))
+    scheduler = make(16)
+    crank, runner = cranked(scheduler)
     answered(crank, ask("first", prompt_of(1, 20)))
     crank.engine.forget_cache()
+    assert scheduler.cache.states is not None
+    assert scheduler.cache.states.num_kept == 0  # other weights may have made them
     runner.num_computed = 0
     answered(crank, ask("again", prompt_of(1, 20)))
     assert runner.num_computed == 20
+
+
+def test_without_prefix_caching_no_checkpoint_is_left() -> None:
+    scheduler = make(16, enable_prefix_caching=False)
+    scheduler.submit(ask("a", prompt_of(1, 30)), 0)
+    plan = scheduler.plan(0)
+    assert plan is not None
+    assert [row.state and row.state.keeps for row in plan.rows] == [()]
 
 
 @pytest.mark.parametrize("num_slots", [-1, 1, 2])

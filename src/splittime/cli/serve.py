@@ -34,6 +34,7 @@ from splittime.core import background
 from splittime.core.engine import Part
 from splittime.core.errors import ConfigError, EngineError
 from splittime.core.facts import Pooling
+from splittime.core.step import CHECKPOINT_TOKENS
 from splittime.core.this_process import log_to_stderr, process_start_ns, share_one_heap
 from splittime.present.tables import Sentence
 from splittime.server.config import ServerConfig, lora_modules

@@ -107,7 +107,7 @@ class StateSlots:
     def commit(self, state: LeasedState, names: Sequence[bytes], num_computed: int) -> None:
         """Make the checkpoints of so many computed tokens known, and let go of the one that was read. names: of the
         blocks that they fill."""
-        if state.found != NO_STATE and state.has_begun:
+        if state.found != NO_STATE:
             self._release(state.found)
             state.found = NO_STATE
         while state.kept and state.kept[0][0] <= num_computed:
