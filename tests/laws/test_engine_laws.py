@@ -93,6 +93,8 @@ class World:
         chance: float | None = None,
         late: bool = False,
     ) -> None:
+        if drafts or late:  # a state goes back for neither
+            config = msgspec.structs.replace(config, num_state_slots=0)
         self.config, self.plans_ahead, self.execution = config, plans_ahead, execution
         self.num_keys = 1
         self.calls: list[tuple[int, Callable[[], object]]] = []  # of the scheduler, and from when on
@@ -308,6 +310,7 @@ configs = st.builds(
     block_size=st.sampled_from([1, 2, 4, 16]),
     num_blocks=st.integers(40, 60),
     num_host_slots=st.sampled_from([0, 1, 7, 60]),
+    num_state_slots=st.sampled_from([0, 0, 3, 8, 60]),
     policy=st.sampled_from(["fcfs", "priority", "shortest_prefill", "deadline"]),
     batching=st.sampled_from(["continuous", "continuous", "static"]),
     starvation_bound_ms=st.sampled_from([0.0, 0.005, 10_000.0]),
