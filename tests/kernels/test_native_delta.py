@@ -1,16 +1,21 @@
 """The native gated delta nets against `plain.delta`, and their law: the same bits however a prompt is cut, whoever else
-is in the batch, and on however many threads; on every instruction set."""
+is in the batch, and on however many threads; on every instruction set. A layer with one in a call of the library."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from test_delta import SPECS, batch_of, products_of, slots, weights_of
+from test_native_adapted import low_rank
+from test_native_ops import EPS, HIDDEN, INNER, layer_of, weights
 from torch.testing import assert_close
 
 from splittime.kernels import plain
+from splittime.kernels.api import NotFused, WeightScheme
 from splittime.kernels.choose import make_backend
+from splittime.kernels.compose import ComposedLayer
 from splittime.kernels.layer import DeltaSpec, NormSpec
+from splittime.kernels.low_rank import LayerAdapter
 
 WIDE = DeltaSpec(2, 4, 16, 80, conv_width=3, norm=NormSpec(1e-6))  # three panels of columns, the last half full
 SPECS = [*SPECS, WIDE, replace(SPECS[0], conv_width=1)]
@@ -180,3 +185,49 @@ def test_gates_are_good_over_their_whole_range(ops):
         run(ops, products, weights, states, [1] * len(a), rows, rows)
         want = (torch.nn.functional.softplus(a.double() + 0.25) * torch.tensor(decay, dtype=torch.float64)).exp()
         assert_close(states[:, 0].double(), want, rtol=2e-5, atol=1e-38)
+
+
+def with_delta(ops, scheme, places, **more):
+    """A layer of `test_native_ops`, whose mixer is a gated delta net."""
+    layer, spec = layer_of(ops, scheme, False, False, places, **more), WIDE
+    products, output = weights(spec.widest, HIDDEN, 8), weights(HIDDEN, spec.inner, 9)
+    packed = [ops.pack_linear([one], None, scheme) for one in (products, output)]
+    mixer = replace(weights_of(spec), products=packed[0], output=packed[1])
+    return replace(layer, spec=replace(layer.spec, mixer=spec), mixer=mixer)
+
+
+@pytest.mark.parametrize("places", ["before", "after", "both"])
+@pytest.mark.parametrize("scheme", [WeightScheme("float32"), WeightScheme("int8")], ids=lambda scheme: scheme.name)
+def test_the_fused_layer_is_its_composition_to_the_last_bit(ops, scheme, places):
+    layer = with_delta(ops, scheme, places)
+    fused, composed = ops.fuse(layer), ComposedLayer(ops, layer, "to compare")
+    adapter = LayerAdapter(
+        output=low_rank(ops, scheme, WIDE.inner, 3, (0, HIDDEN, 4)),
+        gate_up=low_rank(ops, scheme, HIDDEN, 4, (0, 2 * INNER, 4)),
+    )
+    uses = [(adapter, torch.tensor([0, 2, 9], dtype=torch.int32))] if scheme.name == "float32" else []
+    for added in ([], uses):
+        stores = [slots(WIDE), slots(WIDE)]
+        for read in (-1, 3):  # two steps
+            plan = ops.plan_states(batch_of([1, 9], [read, -1], [3, 4], [(1, 5, 0)]))
+            hidden = weights(10, HIDDEN, 7)
+            found = fused(hidden.clone(), torch.empty(0), stores[0], plan, added)
+            assert torch.equal(found, composed(hidden.clone(), torch.empty(0), stores[1], plan, added))
+            assert torch.equal(*(store[[0, 3, 4]] for store in stores))
+            assert not torch.equal(found, hidden)
+
+
+def test_a_fused_layer_refuses_what_does_not_fit(ops):
+    fused, hidden = ops.fuse(with_delta(ops, WeightScheme("float32"), "before")), weights(4, HIDDEN, 7)
+    plan = ops.plan_states(batch_of([4], [-1], [5]))
+    with pytest.raises(AssertionError, match="fewer slots"):
+        fused(hidden, torch.empty(0), slots(WIDE)[:5], plan)
+    with pytest.raises(AssertionError, match="another backend"):
+        fused(hidden, torch.empty(0), slots(WIDE), plain.plan_states(batch_of([4], [-1], [5])))
+
+
+def test_what_is_not_fused_is_told(ops):
+    layer = with_delta(ops, WeightScheme("float32"), "before")
+    assert ops.fuse(replace(layer, factor=2.0)) == NotFused("the output is multiplied")
+    centred = replace(layer.spec, norm=NormSpec(EPS, is_centred=True))
+    assert ops.fuse(replace(layer, spec=centred)) == NotFused("norms take off a mean")

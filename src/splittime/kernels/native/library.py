@@ -147,6 +147,7 @@ class StAdapted(Structure):
 
 _I, _L, _F, _P = c_int32, c_int64, c_float, c_void_p
 _LINEAR, _KV, _BATCH, _LAYER = POINTER(StLinear), POINTER(StKv), POINTER(StBatch), POINTER(StLayer)
+_DELTA, _STATES = POINTER(StDelta), POINTER(StStates)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_interface_version": (_I, ()),
     "st_isa_name": (c_char_p, (_I,)),
@@ -167,12 +168,13 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "st_gate": (None, (_I, _I, _I, _P, _P)),
     "st_rope_write": (None, (_BATCH, _KV, _I, _P, _F, _P)),
     "st_attention": (None, (_BATCH, _KV, _I, _I, POINTER(StScores), _P, _L, _P)),
-    "st_delta": (None, (POINTER(StDelta), POINTER(StStates), _P, _L, _P, _P)),
+    "st_delta": (None, (_DELTA, _STATES, _P, _L, _P, _P)),
     "st_draw": (None, (_I, _I, _P, _P, _P, _P)),
     "st_argmax": (None, (_I, _I, _P, _P)),
     "st_finite": (None, (_I, _I, _P, _P)),
     "st_bytes_read": (None, (_P,)),
     "st_layer": (None, (_LAYER, _BATCH, _KV, _I, _P, _P)),
+    "st_delta_layer": (None, (_LAYER, _DELTA, _STATES, _P, _I, _P, _P)),
     "st_release_pages": (None, (_P, _L)),
     "st_allocate": (_P, (_L,)),
     "st_free": (None, (_P, _L)),

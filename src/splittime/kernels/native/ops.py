@@ -1,11 +1,12 @@
 """`Ops` by the C++ kernels. Activations are float32 between products whatever the weights are (`product_dtype` says
 what a product makes of them); packed weights are one blob each.
 
-A dense decoder layer is one call into the library (`st_layer`): no tensor is made, nothing is dispatched by torch. What
-it takes the place of is the composition in `kernels.compose`, which the equivalence tests hold it to. What is composed
-in Python calls the library once an operation.
+A dense decoder layer is one call into the library (`st_layer`, `st_delta_layer`): no tensor is made, nothing is
+dispatched by torch. What it takes the place of is the composition in `kernels.compose`, which the equivalence tests
+hold it to. What is composed in Python calls the library once an operation.
 """
 
+import ctypes
 import warnings
 from collections.abc import Iterable, Sequence
 from ctypes import byref
@@ -32,10 +33,12 @@ from splittime.kernels.api import (
     own,
 )
 from splittime.kernels.layer import (
+    AttentionSpec,
     AttentionWeights,
     DeltaWeights,
     LayerWeights,
     MlpWeights,
+    NormSpec,
     PackedNorm,
     PackedWeight,
     Weighing,
@@ -63,30 +66,60 @@ from splittime.kernels.rounded import check_columns, check_scheme
 
 
 class FusedLayer:
-    """A `kernels.api.RunnableLayer` that changes `hidden` in place and returns it."""
+    """Half of a `kernels.api.RunnableLayer` that changes `hidden` in place and returns it: all but its mixer."""
 
     parts_reason, needs_host = "", False
 
     def __init__(
-        self, weights: LayerWeights, mixer: AttentionWeights, mlp: MlpWeights, low_ranks: NativeLowRanks
+        self, weights: LayerWeights, products: PackedWeight, mlp: MlpWeights, low_ranks: NativeLowRanks
     ) -> None:
-        spec = mixer.spec
+        """products: the mixer's first."""
         norms = weights.mixer_norm, weights.feed_forward_norm, weights.norm_after_mixer, weights.norm_after_feed_forward
         self.weights = weights  # keeps alive what the structure points to
         self._layer = native.StLayer(
-            weight_of(mixer.qkv).struct,
-            weight_of(mixer.output).struct,
+            weight_of(products).struct,
+            weight_of(weights.mixer.output).struct,
             weight_of(mlp.gate_up).struct,
             weight_of(mlp.down).struct,
-            *(None if norm is None else own(norm, NativeNorm).weight.data_ptr() for norm in (*norms, mixer.head_norm)),
-            weighing_of(mixer.weighing),
-            weights.spec.norm.eps,
-            spec.num_heads,
-            spec.window_tokens or 0,
-            ACTIVATIONS[mlp.spec.activation],
+            *map(_address_of, norms),
+            eps=weights.spec.norm.eps,
+            activation=ACTIVATIONS[mlp.spec.activation],
         )
-        self._reference = byref(self._layer)
-        self._call, self._low_ranks = library().st_layer, low_ranks
+        self._reference, self._low_ranks = byref(self._layer), low_ranks
+
+    def _added(self, uses: LayerUses) -> "ctypes.Array[native.StAdapted] | None":
+        return self._low_ranks.of_layer(uses) if uses else None
+
+
+class FusedDelta(FusedLayer):
+    """With a gated delta net."""
+
+    def __init__(self, weights: LayerWeights, mixer: DeltaWeights, mlp: MlpWeights, low_ranks: NativeLowRanks) -> None:
+        super().__init__(weights, mixer.products, mlp, low_ranks)
+        self._spec, self._net, self._call = mixer.spec, NativeDelta(mixer), library().st_delta_layer
+
+    def __call__(
+        self, hidden: Tensor, turns: Tensor, kv: LayerStore, plan: AttentionPlan, uses: LayerUses = ()
+    ) -> Tensor:
+        mine = own(plan, NativeStates)
+        assert isinstance(kv, Tensor), "a gated delta net has states"
+        mine.check(kv, self._spec)
+        step = byref(self._net.struct), byref(mine.struct), kv.data_ptr()
+        self._call(self._reference, *step, len(uses), self._added(uses), hidden.data_ptr())
+        return hidden
+
+
+class FusedAttention(FusedLayer):
+    """With attention."""
+
+    def __init__(
+        self, weights: LayerWeights, mixer: AttentionWeights, mlp: MlpWeights, low_ranks: NativeLowRanks
+    ) -> None:
+        super().__init__(weights, mixer.qkv, mlp, low_ranks)
+        layer, spec = self._layer, mixer.spec
+        layer.qk_norm, layer.scores = _address_of(mixer.head_norm), weighing_of(mixer.weighing)
+        layer.num_heads, layer.window_tokens = spec.num_heads, spec.window_tokens or 0
+        self._call = library().st_layer
         self._store: LayerKv | None = None
         self._kv = native.StKv()
 
@@ -98,33 +131,43 @@ class FusedLayer:
         if kv is not self._store:
             self._store, self._kv = kv, kv_of(kv, mine.shape)
         mine.batch.turns = turns.data_ptr()
-        added = self._low_ranks.of_layer(uses) if uses else None
-        self._call(self._reference, byref(mine.batch), byref(self._kv), len(uses), added, hidden.data_ptr())
+        step = byref(mine.batch), byref(self._kv)
+        self._call(self._reference, *step, len(uses), self._added(uses), hidden.data_ptr())
         return hidden
 
 
-def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> FusedLayer | NotFused:
+def fuse(layer: LayerWeights, low_ranks: NativeLowRanks) -> RunnableLayer | NotFused:
     """Fuses a layer with one MLP, and norms of the same epsilon before its parts, after them, or both."""
-    spec, attention = layer.spec, layer.mixer
-    if not isinstance(layer.feed_forward, MlpWeights):
+    spec, mixer, mlp = layer.spec, layer.mixer, layer.feed_forward
+    if not isinstance(mlp, MlpWeights):
         return NotFused("experts are chosen between two calls of the library")
-    if not isinstance(attention, AttentionWeights):
-        return NotFused("a gated delta net keeps a state")
-    mixer = attention.spec
-    reasons = {
-        "the norm of the heads has another epsilon than the layer's": mixer.head_norm not in (None, spec.norm),
-        f"the norm of the heads is of {mixer.normed}": mixer.head_norm is not None and mixer.normed != "heads",
+    reasons = {} if isinstance(mixer, DeltaWeights) else _reasons_of(mixer.spec, spec.norm)
+    reasons |= {
         "norms take off a mean": spec.norm.is_centred,
         "attention and MLP are given the same": spec.places == "shared",
-        "the MLP has no gate": not layer.feed_forward.spec.is_gated,
-        "the activation is clamped": layer.feed_forward.spec.clamped is not None,
+        "the MLP has no gate": not mlp.spec.is_gated,
+        "the activation is clamped": mlp.spec.clamped is not None,
+        "the output is multiplied": layer.factor != 1.0,
+    }
+    if found := ", ".join(reason for reason, is_so in reasons.items() if is_so):
+        return NotFused(found)
+    if isinstance(mixer, DeltaWeights):
+        return FusedDelta(layer, mixer, mlp, low_ranks)
+    return FusedAttention(layer, mixer, mlp, low_ranks)
+
+
+def _reasons_of(mixer: AttentionSpec, norm: NormSpec) -> dict[str, bool]:
+    return {
+        "the norm of the heads has another epsilon than the layer's": mixer.head_norm not in (None, norm),
+        f"the norm of the heads is of {mixer.normed}": mixer.head_norm is not None and mixer.normed != "heads",
         "queries are multiplied by where they are": mixer.position.query_growth > 0,
         "values are normed": mixer.value_norm is not None,
         "the heads' outputs pass gates": mixer.is_gated,
-        "the output is multiplied": layer.factor != 1.0,
     }
-    found = ", ".join(reason for reason, is_so in reasons.items() if is_so)
-    return NotFused(found) if found else FusedLayer(layer, attention, layer.feed_forward, low_ranks)
+
+
+def _address_of(norm: PackedNorm | None) -> int | None:
+    return None if norm is None else own(norm, NativeNorm).weight.data_ptr()
 
 
 ACTIVATIONS = {"silu": native.SILU, "gelu_tanh": native.GELU}
@@ -270,9 +313,7 @@ class NativeOps:
     def delta(self, products: Tensor, weights: DeltaWeights, states: Tensor, plan: StatePlan) -> Tensor:
         mine, spec, tokens = own(plan, NativeStates), weights.spec, len(products)
         assert products.shape == (mine.struct.tokens, spec.widest), "products of another step or spec"
-        assert states.is_contiguous(), "slots lie one behind the other"
-        assert states.shape[1] == spec.state_floats, "slots of another spec"
-        assert len(states) >= mine.num_slots, "fewer slots than the step uses"
+        mine.check(states, spec)
         net = self._deltas.get(weights)
         if net is None:
             net = self._deltas[weights] = NativeDelta(weights)

@@ -17,7 +17,7 @@ from torch import Tensor
 from splittime.core.errors import ConfigError
 from splittime.kernels import rounded
 from splittime.kernels.api import AttentionPlan, KvShape, LayerKv, LinearShape, RoundedRows, StatePlan, WeightScheme
-from splittime.kernels.layer import LENGTH_EPS, DeltaWeights, PackedNorm, PackedWeight, Weighing
+from splittime.kernels.layer import LENGTH_EPS, DeltaSpec, DeltaWeights, PackedNorm, PackedWeight, Weighing
 from splittime.kernels.low_rank import LayerUses, LowRank, ProductUses
 from splittime.kernels.native import library as native
 from splittime.kernels.native import memory
@@ -154,6 +154,12 @@ class NativeStates(StatePlan):
 
     struct: native.StStates
     num_slots: int
+
+    def check(self, states: Tensor, spec: DeltaSpec) -> None:
+        """Asserts that the slots are those of a layer, and enough of them."""
+        assert states.is_contiguous(), "slots lie one behind the other"
+        assert states.shape[1] == spec.state_floats, "slots of another spec"
+        assert len(states) >= self.num_slots, "fewer slots than the step uses"
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -109,6 +109,49 @@ int64_t inner_floats(int32_t adapters, const StAdapted *adapted) {
   return tokens * most;
 }
 
+// mix(y, width, out): what the mixer makes of its first product's rows, of `width`, for its last.
+template <class Mix>
+void run_layer(const StLayer &layer, int64_t tokens, int32_t adapters, const StAdapted *adapted, float *hidden, Mix &&mix) {
+  const int64_t width = layer.qkv.in_features, mixed = layer.output.in_features;
+  const int64_t qkv = rows_of(&layer.qkv), gate_up = rows_of(&layer.gate_up), half = gate_up / 2;
+  const int64_t wide = qkv + mixed > gate_up + half ? qkv + mixed : gate_up + half;
+  float *normed = scratch.of(tokens * (width + wide) + inner_floats(adapters, adapted));
+  float *a = normed + tokens * width, *thin = a + tokens * wide;
+  const Kernels &k = kernels();
+  const auto adapt = [&](int32_t product, const float *x, int64_t x_width, float *y, int64_t y_width) {
+    if (adapters) k.add_low_rank(adapters, adapted, product, x, x_width, y, y_width, thin);
+  };
+
+  const auto normed_by = [&](const float *norm) -> const float * {
+    if (norm) k.rms_norm(tokens, width, hidden, width, norm, layer.eps, normed);
+    return norm ? normed : hidden;
+  };
+  // hidden += a product, with what adapters add to it, normed if there is a norm after it.
+  const auto add = [&](const StLinear *linear, int32_t which, const float *x, int64_t x_width, const float *norm) {
+    float *y = norm ? normed : hidden;
+    product(linear, tokens, x, x_width, norm ? nullptr : hidden, y, width);
+    adapt(which, x, x_width, y, width);
+    if (norm) k.add_normed(tokens, width, y, norm, layer.eps, hidden);
+  };
+
+  float *heads = a, *out = a + tokens * qkv;
+  const float *x = normed_by(layer.input_norm);
+  product(&layer.qkv, tokens, x, width, nullptr, heads, qkv);
+  adapt(ST_QKV, x, width, heads, qkv);
+  mix(heads, qkv, out);
+  add(&layer.output, ST_OUTPUT, out, mixed, layer.norm_after_mixer);
+
+  float *inner = a + tokens * gate_up;
+  x = normed_by(layer.mlp_norm);
+  if (is_adapted(ST_GATE_UP, adapters, adapted) ||
+      !k.linear_gated(&layer.gate_up, layer.activation, tokens, x, width, inner)) {
+    product(&layer.gate_up, tokens, x, width, nullptr, a, gate_up);
+    adapt(ST_GATE_UP, x, width, a, gate_up);
+    k.gate(tokens, half, layer.activation, a, inner);
+  }
+  add(&layer.down, ST_DOWN, inner, half, layer.norm_after_mlp);
+}
+
 }  // namespace
 
 extern "C" {
@@ -169,45 +212,17 @@ void st_add_low_rank(int32_t adapters, const StAdapted *adapted, int32_t product
 
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, int32_t adapters, const StAdapted *adapted,
               float *hidden) {
-  const int64_t tokens = batch->tokens, width = layer->qkv.in_features, mixed = layer->output.in_features;
-  const int64_t qkv = rows_of(&layer->qkv), gate_up = rows_of(&layer->gate_up), half = gate_up / 2;
-  const int64_t wide = qkv + mixed > gate_up + half ? qkv + mixed : gate_up + half;
-  float *normed = scratch.of(tokens * (width + wide) + inner_floats(adapters, adapted));
-  float *a = normed + tokens * width, *thin = a + tokens * wide;
-  const Kernels &k = kernels();
-  const auto adapt = [&](int32_t product, const float *x, int64_t x_width, float *y, int64_t y_width) {
-    if (adapters) k.add_low_rank(adapters, adapted, product, x, x_width, y, y_width, thin);
-  };
+  run_layer(*layer, batch->tokens, adapters, adapted, hidden, [&](float *heads, int64_t qkv, float *out) {
+    kernels().rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
+    kernels().attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scores, heads, qkv, out);
+  });
+}
 
-  const auto normed_by = [&](const float *norm) -> const float * {
-    if (norm) k.rms_norm(tokens, width, hidden, width, norm, layer->eps, normed);
-    return norm ? normed : hidden;
-  };
-  // hidden += a product, with what adapters add to it, normed if there is a norm after it.
-  const auto add = [&](const StLinear *linear, int32_t which, const float *x, int64_t x_width, const float *norm) {
-    float *y = norm ? normed : hidden;
-    product(linear, tokens, x, x_width, norm ? nullptr : hidden, y, width);
-    adapt(which, x, x_width, y, width);
-    if (norm) k.add_normed(tokens, width, y, norm, layer->eps, hidden);
-  };
-
-  float *heads = a, *out = a + tokens * qkv;
-  const float *x = normed_by(layer->input_norm);
-  product(&layer->qkv, tokens, x, width, nullptr, heads, qkv);
-  adapt(ST_QKV, x, width, heads, qkv);
-  k.rope_write(batch, kv, layer->num_heads, layer->qk_norm, layer->eps, heads);
-  k.attention(batch, kv, layer->num_heads, layer->window_tokens, layer->scores, heads, qkv, out);
-  add(&layer->output, ST_OUTPUT, out, mixed, layer->norm_after_mixer);
-
-  float *inner = a + tokens * gate_up;
-  x = normed_by(layer->mlp_norm);
-  if (is_adapted(ST_GATE_UP, adapters, adapted) ||
-      !k.linear_gated(&layer->gate_up, layer->activation, tokens, x, width, inner)) {
-    product(&layer->gate_up, tokens, x, width, nullptr, a, gate_up);
-    adapt(ST_GATE_UP, x, width, a, gate_up);
-    k.gate(tokens, half, layer->activation, a, inner);
-  }
-  add(&layer->down, ST_DOWN, inner, half, layer->norm_after_mlp);
+void st_delta_layer(const StLayer *layer, const StDelta *net, const StStates *step, float *states, int32_t adapters,
+                    const StAdapted *adapted, float *hidden) {
+  run_layer(*layer, step->tokens, adapters, adapted, hidden, [&](const float *products, int64_t stride, float *out) {
+    kernels().delta(net, step, products, stride, states, out);
+  });
 }
 
 void st_release_pages(const void *begin, int64_t bytes) {

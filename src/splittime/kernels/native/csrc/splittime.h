@@ -235,6 +235,10 @@ void st_bytes_read(int64_t counts[7]);
 void st_layer(const StLayer *layer, const StBatch *batch, const StKv *kv, int32_t adapters, const StAdapted *adapted,
               float *hidden);
 
+/* The same of a layer with a gated delta net, whose products are the layer's `qkv`. */
+void st_delta_layer(const StLayer *layer, const StDelta *net, const StStates *step, float *states, int32_t adapters,
+                    const StAdapted *adapted, float *hidden);
+
 /* Tell the system that these bytes, read from a file mapping, need not stay in memory (madvise DONTNEED, whole pages). */
 void st_release_pages(const void *begin, int64_t bytes);
 
