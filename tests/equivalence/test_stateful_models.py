@@ -14,8 +14,13 @@ from safetensors.torch import load_file, save_file
 from stateful import Stateful, load
 from test_stored_formats import AWQ, GPTQ
 
+from splittime.kernels.api import CPU, RoundedRows, WeightScheme
+from splittime.kernels.choose import make_backend
 from splittime.models.architectures import WRAPPERS
 from splittime.models.weights.keeping import finish
+from splittime.models.weights.packing import Packer, WeightRows
+from splittime.models.weights.source import DummySource, rows_of
+from splittime.runner.config_sizes import sizes_of_config
 
 PROMPT_TOKENS, NEW_TOKENS = 310, 12
 MEAN_ERROR, MAX_ERROR = 2e-5, 2e-3  # transformers' own two forms of the rule are as far from each other
@@ -132,6 +137,23 @@ def test_packed_weights_come_back_from_the_cache(pair: tuple[Any, Path], tmp_pat
     assert torch.equal(found[0][0], found[-1][0])
 
 
+@pytest.mark.parametrize(("quantization", "dtype"), [(None, "float32"), ("int8", "bfloat16"), ("int4", "bfloat16")])
+def test_sizes_of_the_config_are_those_of_the_model(
+    pair: tuple[Any, Path], quantization: str | None, dtype: str
+) -> None:
+    sizes, loaded = sizes_of_config(pair[1], quantization), load(pair[1], "torch", dtype, quantization)
+    config = loaded.decoder.config
+    is_shared = config.tie_word_embeddings and quantization is None
+    table = 0 if is_shared else config.vocab_size * config.hidden_size * getattr(torch, dtype).itemsize
+    assert sizes.weights_bytes == loaded.weights_bytes + table
+    if not config.has_routers:
+        parts = [
+            part.num_weights(config.hidden_size) for one in config.layers for part in (one.mixer, one.feed_forward)
+        ]
+        named = pair[0].named_parameters()
+        assert sum(parts) == sum(one.numel() for name, one in named if ".layers." in name and one.dim() == 2)
+
+
 def test_random_weights_run(pair: tuple[Any, Path]) -> None:
     assert Stateful(load(pair[1], "native", is_dummy=True)).prompt(PROMPT[:30], 11).isfinite().all()
 
@@ -232,3 +254,46 @@ def test_a_quantised_checkpoint_is_the_model_that_it_stands_for(
         loaded = load(tmp_path / "stored", kernels)
         assert loaded.unused_tensors == ()
         assert (Stateful(loaded).prompt(PROMPT[:40]) - want).abs().mean() < most * want.std()
+
+
+def test_integers_of_which_several_weights_take_rows_are_let_go_of_once(tmp_path: Path) -> None:
+    """Behind the last rows of each weight: rows of one module are spread over its pages."""
+    released, made = [], []
+
+    class Whole:
+        out_features, in_features, scheme, columns = 12, 64, WeightScheme("int8"), None
+
+        def rows(self, begin: int, end: int) -> RoundedRows:
+            made.append((begin, end, len(released)))
+            return RoundedRows(torch.zeros(end - begin, 64, dtype=torch.int8), torch.ones(end - begin, 1))
+
+    class Spy(DummySource):
+        def release(self, read: Any) -> None:
+            released.append(read)
+
+    first, second = Whole(), Whole()
+    parts = [WeightRows(rows_of(first, begin, begin + 3)) for begin in (0, 6)] + [WeightRows(second)]
+    ops = make_backend("torch", torch.float32)
+    Packer(ops, Spy(torch.float32, CPU), None).linear("all", parts, [], WeightScheme("float32"))
+    assert released == [first, second]
+    assert made == [(0, 3, 0), (6, 9, 0), (0, 12, 1)]
+
+
+def test_packed_weights_are_of_heads_of_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a module holds rows head by head, another shape of heads is another order of them in the same file."""
+    monkeypatch.setitem(STATEFUL, "even", ("Qwen3Next", EVEN))
+    make("even", tmp_path / "model")
+    stories = [load_twice(tmp_path / "model", tmp_path / "cache")]
+    config = tmp_path / "model" / "config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps({**said, "linear_num_key_heads": 4, "linear_key_head_dim": 4}))
+    stories.append(load_twice(tmp_path / "model", tmp_path / "cache"))
+    assert stories == [["packed", "mapped"]] * 2
+
+
+def load_twice(folder: Path, cache: Path) -> list[str]:
+    found = []
+    for _ in range(2):
+        found.append(load(folder, "native", quantization="int8", cache_folder=cache).cache_story.split()[0])
+        finish()
+    return found

@@ -517,3 +517,22 @@ def test_text_is_turned_by_one_position_whatever_images_are_turned_by():
     for key in ("rope_parameters", "rope_scaling"):
         position = parse(**QWEN_3_5, **{key: {"rope_type": "default", **axes}}).attention[0].position
         assert position == RopeSpec("default", 1e7, share=0.5)
+
+
+def test_of_a_hybrid_what_other_models_have_is_adapted():
+    """Neither what leads into a state, nor queries, whose module holds gates too."""
+    config = parse(**QWEN_3_5)
+    mlp = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+    assert sorted(projections(config, 0)) == mlp
+    assert sorted(projections(config, 3)) == mlp + [f"self_attn.{name}_proj" for name in "kov"]
+
+
+def test_defaults_of_mixtures_with_gated_delta_nets_are_those_of_transformers():
+    sizes = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    for name, num_experts, chosen in (("Qwen3_5Moe", 256, 8), ("Qwen3Next", 512, 10)):
+        mixture = parse_config({**sizes, "architectures": [f"{name}ForCausalLM"]}).layers[0].feed_forward
+        router = RouterSpec(num_experts, chosen, normalises=True)
+        assert mixture == MixtureSpec(router, MlpSpec(512), MlpSpec(512), gates_shared=True)
+    (plain, *others) = parse_config({**sizes, "architectures": ["Qwen3NextForCausalLM"], "mlp_only_layers": [0]}).layers
+    assert plain.feed_forward == MlpSpec(5632)
+    assert not any(isinstance(layer.feed_forward, MlpSpec) for layer in others)

@@ -64,6 +64,12 @@ def test_a_number_that_does_not_divide_is_refused_by_name(changes, count, name):
     assert caught.value.info.param == "tensor_parallel_size"
 
 
+def test_layers_that_keep_states_are_not_shared():
+    changes = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2, "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="but the model's layers keep states, which ranks do not share"):
+        check(parse_config({**MODEL, **changes}), 2)
+
+
 @pytest.mark.parametrize(("count", "kv_heads"), [(2, 2), (4, 1), (8, 1)])
 def test_a_rank_is_told_of_its_part(count, kv_heads):
     own = own_config(parse_config(MODEL), Rank(0, count))
