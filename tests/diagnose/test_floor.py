@@ -86,6 +86,18 @@ def facts_of(machine: Machine) -> ServerFacts:
     return ServerFacts(version="1", model="m", max_model_len=1, cost=COST, machine=machine)
 
 
+def test_each_row_reads_and_writes_its_state() -> None:
+    step = record((9, 1), (19, 1), (29, 7))
+    with_states = step_floor(step, msgspec.structs.replace(COST, state_bytes=50_000_000), MACHINE)
+    without = step_floor(step, COST, MACHINE)
+    assert with_states is not None
+    assert without is not None
+    assert with_states.weights_ns == without.weights_ns
+    read_rate = MACHINE.read_bytes_per_s
+    assert read_rate is not None
+    assert with_states.kv_ns - without.kv_ns == pytest.approx(3 * 2 * 50_000_000 / read_rate * 1e9)
+
+
 def test_long_contexts_are_bound_by_the_kv_cache():
     assert step_floor(record((40_000, 1)), COST, MACHINE).bound is Bound.KV
 

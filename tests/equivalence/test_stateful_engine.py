@@ -24,6 +24,7 @@ from splittime.drive.crank import Crank, EngineParts
 from splittime.engine.engine import Engine
 from splittime.runner.compose import RunnerThread, load_torch_runner
 from splittime.runner.config import RunnerConfig
+from splittime.runner.config_sizes import sizes_of_config
 from splittime.runner.torch_runner import TorchRunner
 from splittime.scheduler.config import SchedulerConfig
 from splittime.scheduler.scheduler import Scheduler
@@ -202,6 +203,13 @@ def test_what_states_do_not_go_with_is_refused_by_name(tmp_path: Path, settings:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, **settings)
     assert caught.value.info.param == param
+
+
+def test_sizes_of_the_config_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    make("qwen3.5", tmp_path)
+    runner = loaded(tmp_path, kernels="torch")
+    assert sizes_of_config(tmp_path, "float32").cost == runner.cost
+    assert runner.cost.state_bytes == runner.resolved.state_bytes > 0
 
 
 @pytest.mark.parametrize("variant", [name for name in STATEFUL if name != "qwen3.5"])

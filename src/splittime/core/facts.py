@@ -68,6 +68,7 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
         experts only those that one token chooses; idle_expert_bytes: the other experts'. head_bytes: of these the
         head's, which a step without a sampling row leaves alone.
     kv_bytes_per_token: read for each token of context that a row attends to, and written for each new one.
+    state_bytes: read and written for each row, of layers that keep a state of each sequence.
     operations_per_token: of the layers' products, for each token computed; a multiplication and its addition are two.
     operations_per_sample: of the head's product, for each row that samples.
     operations_per_context_token: of attention, for each pair of a computed token and one that it attends to.
@@ -86,6 +87,7 @@ class TokenCost(msgspec.Struct, frozen=True, kw_only=True):
     idle_expert_bytes: int = 0
     num_experts: int = 0
     chosen_experts: int = 0
+    state_bytes: int = 0
 
 
 NO_FILE = "no file of the model says how its outputs become an embedding: the last token's, normalised"

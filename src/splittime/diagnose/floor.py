@@ -150,7 +150,7 @@ def step_floor(step: StepRecord, cost: TokenCost, machine: Machine) -> StepFloor
     if machine.read_bytes_per_s is None or not step.rows:
         return None
     weight_bytes = cost.weight_bytes if step.decode_tokens else cost.weight_bytes - cost.head_bytes
-    kv_bytes = _positions(step, cost) * cost.kv_bytes_per_token
+    kv_bytes = _positions(step, cost) * cost.kv_bytes_per_token + 2 * len(step.rows) * cost.state_bytes
     read_rate = read_bytes_per_s(machine, weight_bytes + kv_bytes)
     ns_per_byte = 0.0 if read_rate is None else 1e9 / read_rate
     needed, rate, peak = operations(step, cost), machine.operations_per_s, machine.peak_operations_per_s

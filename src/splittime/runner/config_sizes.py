@@ -18,7 +18,7 @@ import torch
 from splittime.core.errors import ConfigError
 from splittime.core.facts import TokenCost
 from splittime.kernels.api import WeightScheme
-from splittime.kernels.layer import AttentionSpec, DeltaSpec, LayerSpec, MixtureSpec, kv_groups, mlps_of
+from splittime.kernels.layer import AttentionSpec, DeltaSpec, LayerSpec, MixtureSpec, kv_groups, mlps_of, state_floats
 from splittime.models.config import ModelConfig, load_config, parse_config
 from splittime.models.fields import read_json
 from splittime.models.quant.plan import QUANTIZATIONS, WeightPlan, choose, kept_bytes
@@ -52,6 +52,7 @@ def cost(
         idle_expert_bytes=idle_expert_bytes,
         num_experts=routers[0].num_experts if routers else 0,
         chosen_experts=routers[0].num_chosen if routers else 0,
+        state_bytes=torch.float32.itemsize * sum(state_floats(model.layers)),
     )
 
 
