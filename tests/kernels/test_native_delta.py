@@ -99,6 +99,20 @@ def test_a_row_in_company_gives_the_same_bits_as_alone(ops, spec, threads):
     assert torch.equal(states[0], begun[0])  # read, and written elsewhere
 
 
+def test_many_decodes_give_the_same_bits_in_any_order(ops):
+    """More rows than the tokens of an item of the convolution."""
+    spec, weights, rows = SPECS[0], weights_of(SPECS[0]), 150
+    products, given = products_of(spec, rows), torch.randn(rows, spec.state_floats) / 4
+    found = []
+    for order in (list(range(rows)), list(range(rows))[::-1]):
+        states = given.clone()
+        outputs = run(ops, products[order], weights, states, [1] * rows, order, order)
+        found.append((outputs[torch.tensor(order).argsort()], states))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(run(ops, products[64:65], weights, given, [1], [64], [64]), found[0][0][64:65])
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_state_kept_in_the_middle_is_gone_on_from_to_the_bit(ops, spec):
     products, weights = products_of(spec, 12), weights_of(spec)
