@@ -117,13 +117,14 @@ def test_many_decodes_give_the_same_bits_in_any_order(ops):
 def test_a_state_kept_in_the_middle_is_gone_on_from_to_the_bit(ops, spec):
     products, weights = products_of(spec, 12), weights_of(spec)
     expected, state = whole(ops, products, weights)
-    states = slots(spec, 9)
-    begun = states[6] = whole(ops, products[:4], weights)[1]
-    given = torch.cat((products[:1], products, products[4:]))
-    keeps = [(1, 5, 4), (2, 1, 7), (1, 1, 5), (0, 1, 0), (1, 12, 3), (2, 0, 8)]
-    found = run(ops, given, weights, states, [1, 12, 8], [-1, -1, 6], [1, 2, 6], keeps)
-    assert torch.equal(found[1:], torch.cat((expected, expected[4:])))
-    assert torch.equal(states[8], begun)
+    states = slots(spec, 12)
+    begun = whole(ops, products[:4], weights)[1]
+    states[6] = states[9] = begun
+    given = torch.cat((products[:1], products, products[4:], products[4:6]))
+    keeps = [(1, 5, 4), (2, 1, 7), (1, 1, 5), (0, 1, 0), (1, 12, 3), (2, 0, 8), (3, 0, 11)]
+    found = run(ops, given, weights, states, [1, 12, 8, 2], [-1, -1, 6, 9], [1, 2, 6, 10], keeps)
+    assert torch.equal(found[1:], torch.cat((expected, expected[4:], expected[4:6])))
+    assert torch.equal(states[[8, 9, 11]], begun.expand(3, -1))
     assert torch.equal(states[2:4], state.expand(2, -1))
     for count, slot in ((5, 4), (1, 5), (1, 0), (5, 7)):
         again = states.clone()
