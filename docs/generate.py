@@ -369,7 +369,7 @@ MODELS = {
     "Qwen3ForCausalLM": ("Qwen3, Qwen3-Embedding", "a norm of each head"),
     "Qwen3_5ForCausalLM": ("Qwen3.5, 3.6 and 3.8 dense", "gated delta nets in three of four layers, gates of heads"),
     "Qwen3_5MoeForCausalLM": ("Qwen3.5-35B-A3B and its like", "the same, and experts, one of them for every token"),
-    "Qwen3NextForCausalLM": ("Qwen3-Next-80B-A3B", "the same"),
+    "Qwen3NextForCausalLM": ("Qwen3-Next-80B-A3B", "gated delta nets; experts, one of them for every token"),
     "MixtralForCausalLM": ("Mixtral", "experts"),
     "Qwen3MoeForCausalLM": ("Qwen3-30B-A3B and its like", "experts, a norm of each head"),
     "Qwen2MoeForCausalLM": ("Qwen1.5-MoE, Qwen2-57B-A14B", "experts, one of them for every token"),

@@ -260,6 +260,18 @@ OPEN = {
             "not what is looked for",
         ),
         ({}, "\nStill open: 171. Running: 64. Ask again when they have ended.\n", "More came"),
+        (
+            {"grammar": 1},
+            "\nStill open: 171. Running: 64. Waiting for: 1 grammar. One more would wait about 859.0 s. Ask again when"
+            " they have ended.\n",
+            "More came",
+        ),
+        (
+            {"paused": 3},
+            "\nStill open: 171. Running: 64. Waiting for: 3 paused. One more would wait about 859.0 s. The engine is"
+            " paused.\n",
+            "Ask again",
+        ),
     ],
 )
 def test_what_has_not_ended_is_told_with_what_it_waits_for(server, waiting_for, told, not_told):

@@ -183,9 +183,9 @@ def test_turns_of_two_agents_compute_what_is_new(runner: TorchRunner) -> None:
         warm.serve({agent: history}, max_tokens=9, temperature=0.0)
         assert [token for token, _ in warm.found[agent]] == answer
         new = len(history) + 8 - known[agent]
-        assert new <= warm.num_computed - before <= new + CHECKPOINT_TOKENS
+        assert new <= warm.num_computed - before < new + CHECKPOINT_TOKENS
         known[agent] = len(history) + 8
-    assert cold.num_computed > 2.5 * warm.num_computed
+    assert (cold.num_computed, warm.num_computed) == (2166, 758)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_turns_of_two_agents_compute_what_is_new(runner: TorchRunner) -> None:
         ({"enable_lora": True}, "enable_lora"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"speculative_config": '{"method": "suffix"}', "kernels": "native"}, "speculative_config"),
-        ({"kv_export": True}, "kv_peers"),
+        ({"kv_export": True}, "kv_export"),
         ({"kv_cache_memory_bytes": 1 << 16}, "max_num_seqs"),
     ],
 )

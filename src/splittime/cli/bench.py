@@ -443,7 +443,7 @@ def _of_those_sent(run: Run) -> str:
     endings, planned = [outcome.ending for outcome in run.outcomes], len(run.outcomes)
     unsent, cut = endings.count(Ending.UNSENT), endings.count(Ending.CANCELLED)
     told = f"interrupted: {planned - unsent} of {planned} requests were sent"
-    told += f"; cut off: {cut}, neither good nor bad" if cut else ""
+    told += f"; cancelled: {cut}, neither good nor bad" if cut else ""
     return told + (f"; not sent: {unsent}, errors" if unsent else "")
 
 

@@ -30,6 +30,7 @@ from splittime.diagnose.explain import many
 from splittime.diagnose.finding import CANNOT_TELL, FOUND, NOTHING_FOUND, Finding
 from splittime.diagnose.incident.bundle import books_in, is_incident
 from splittime.diagnose.words import ATTACHED
+from splittime.ledger.stages import Cause
 from splittime.wire.target import Target, base_of, get_json, is_url
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ _LINE = 80
 WHOLE_FROM = 1e5  # figures are told without a fraction
 MOST_NAMES = 6  # of rules that could not tell for one reason; --json has all
 MIN_TOLD = 0.05  # of the requests' time, in the summary of where it went
+FULL = {Cause.BATCH_SLOTS, Cause.KV_BLOCKS, Cause.TOKEN_BUDGET}  # more of it came than there is
 
 EXAMPLES = """\b
 Examples:
@@ -209,8 +211,11 @@ def _still_open(diagnosis: Diagnosis) -> str:
         says.append(f"Waiting for: {causes}.")
         if told.predicted_wait_ms is not None:
             says.append(f"One more would wait about {told.predicted_wait_ms / 1e3:,.1f} s.")
+    if FULL & told.waiting_for.keys():
         says.append("More came than is computed at once. If this grows, send fewer a second or add a server.")
-    return "\n" + _wrapped(" ".join([*says, "Ask again when they have ended."]), "", "")
+    is_paused = Cause.PAUSED in told.waiting_for
+    says.append("The engine is paused." if is_paused else "Ask again when they have ended.")
+    return "\n" + _wrapped(" ".join(says), "", "")
 
 
 def _spent(diagnosis: Diagnosis) -> Text:

@@ -8,6 +8,7 @@ adds everything that was resolved, and from where. Wrapped to the terminal; in a
 """
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -146,7 +147,8 @@ def brief(resolved: dict[str, Any], timeline: StartTimeline) -> Iterator[tuple[s
         yield "room", f"{tokens:,} tokens of KV cache in {kind}; a request has at most {said('max_model_len'):,}"
         if said("num_state_slots"):
             states = f"{said('num_state_slots')} of {said('state_bytes') / MIB:,.1f} MiB"
-            yield "states", f"{states}; a known prompt goes on from its last whole {CHECKPOINT_TOKENS} tokens"
+            every = math.lcm(CHECKPOINT_TOKENS, said("block_size"))
+            yield "states", f"{states}; a known prompt goes on from its last multiple of {every} tokens"
         scheduled = said("scheduler") or {}
         slots, prompts = said("max_num_seqs"), scheduled.get("max_prefill_tokens")
         step = f"at most {slots} request{'s' * (slots != 1)} and {said('max_num_batched_tokens'):,} tokens"

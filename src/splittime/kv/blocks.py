@@ -135,6 +135,11 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
+    def cool(self, block_id: int) -> None:
+        """Have an evictable block given away before all others; one that is held stays as it is."""
+        if block_id in self._evictable:
+            self._evictable.move_to_end(block_id, last=False)
+
     def latest_evictable(self) -> Iterator[int]:
         """Returns the evictable blocks, the one that `take` would evict last first."""
         return reversed(self._evictable)

@@ -239,7 +239,7 @@ class KVCache:
         return self._pool.num_free - self.num_new(lease, num_tokens) >= keep_free
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
-        """Let the lease hold `num_tokens`; False, with nothing changed, if there are too few blocks."""
+        """Let the lease hold `num_tokens`; False, with nothing changed, if there are too few blocks, or no state."""
         if not self.has_room(lease, num_tokens) or not (self.states is None or self.states.take(lease.state)):
             return False
         if lease.in_host and self.host is not None:

@@ -11,9 +11,12 @@ that a prompt with the same beginning goes on from it: of its cached blocks it g
     own slot                                 behind 150
 
 A slot is held, kept (it can be found, and is taken back least recently used first) or free, as blocks are. What holds
-one: a request its own; a request the checkpoint that it was found by, until its first step has run; and a step the
+one: a request its own; a request the checkpoint that it was found by, until its second step is planned; and a step the
 checkpoints that it writes, until it is committed, which is when they can be found. Rows of one step so never write what
 another one reads. Steps run in order, so what a later step writes may be given away before.
+
+Where there are few slots, a step leaves its last checkpoints, which the next turn of a conversation needs. Once a
+request has left a later one, its earlier one is given away before others': a long prompt pushes out its own.
 """
 
 import math
@@ -25,10 +28,10 @@ from splittime.kv.blocks import BlockPool, PrefixIndex
 
 class LeasedState:
     """own: the slot of a request; begins_from: what its first row reads; has_begun: that row was planned. found: the
-    checkpoint that it holds until that row has run. kept: checkpoints of steps that are not committed, as (tokens,
-    slot). `NO_STATE` stands for none."""
+    checkpoint that it goes on from, while it holds that. kept: checkpoints of steps that are not committed, as (tokens,
+    slot). latest: the last one that it has left, its name and slot. `NO_STATE` stands for no slot."""
 
-    __slots__ = ("begins_from", "found", "has_begun", "kept", "own")
+    __slots__ = ("begins_from", "found", "has_begun", "kept", "latest", "own")
 
     def __init__(self) -> None:
         self.reset()
@@ -38,6 +41,7 @@ class LeasedState:
         self.own = self.begins_from = self.found = NO_STATE
         self.has_begun = False
         self.kept: list[tuple[int, int]] = []
+        self.latest: tuple[bytes, int] | None = None
 
     def held(self) -> list[int]:
         """Returns the slots that it holds."""
@@ -93,27 +97,30 @@ class StateSlots:
 
     def plan(self, state: LeasedState, start: int, num_tokens: int, keeps: bool) -> RowState:
         """Returns what a row of so many tokens reads and writes. keeps: with checkpoints, while there are slots."""
-        read, state.has_begun = state.own if state.has_begun else state.begins_from, True
-        planned = []
+        read = state.own if state.has_begun else state.begins_from
+        if state.has_begun:  # who reads it is in an earlier step
+            self._let_go_of_found(state)
+        state.has_begun = True
+        if not keeps:
+            self._let_go_of_kept(state)
+            return RowState(read, state.own)
         ends = range(start // self._every * self._every + self._every, start + num_tokens + 1, self._every)
-        for end in ends if keeps else ():
-            if self._pool.num_free <= SPARE_STATES:
-                break
-            (slot,) = self._pool.take(1)
-            planned.append((end - start, slot))
-            state.kept.append((end, slot))
-        return RowState(read, state.own, tuple(planned))
+        room = max(0, self._pool.num_free - SPARE_STATES)
+        ends = ends[max(0, len(ends) - room) :]
+        slots = self._pool.take(len(ends))
+        state.kept += zip(ends, slots, strict=True)
+        return RowState(read, state.own, tuple((end - start, slot) for end, slot in zip(ends, slots, strict=True)))
 
     def commit(self, state: LeasedState, names: Sequence[bytes], num_computed: int) -> None:
-        """Make the checkpoints of so many computed tokens known, and let go of the one that was read. names: of the
-        blocks that they fill."""
-        if state.found != NO_STATE:
-            self._release(state.found)
-            state.found = NO_STATE
+        """Make the checkpoints of so many computed tokens known. names: of the blocks that they fill."""
         while state.kept and state.kept[0][0] <= num_computed:
             end, slot = state.kept.pop(0)
-            self._index.add((names[end // self._block_size - 1],), (slot,))
+            name = names[end // self._block_size - 1]
+            self._index.add((name,), (slot,))
             self._release(slot)
+            if state.latest is not None and self._index.find(state.latest[0]) == state.latest[1]:
+                self._pool.cool(state.latest[1])
+            state.latest = name, slot
 
     def free(self, state: LeasedState) -> None:
         """Take all its slots back."""
@@ -136,6 +143,16 @@ class StateSlots:
             assert reads == len(held_by) or (reads, len(held_by)) == (0, 1), f"state {slot} is written and held twice"
         self._pool.check({slot: len(held_by) for slot, held_by in holders.items()})
         self._index.check()
+
+    def _let_go_of_found(self, state: LeasedState) -> None:
+        if state.found != NO_STATE:
+            self._release(state.found)
+            state.found = NO_STATE
+
+    def _let_go_of_kept(self, state: LeasedState) -> None:
+        """Nobody is to find them."""
+        while state.kept:
+            self._release(state.kept.pop()[1])
 
     def _release(self, slot: int) -> None:
         self._pool.release((slot,), self._index.holds)

@@ -120,7 +120,8 @@ def check_states(config: RunnerConfig, model: ModelConfig) -> None:
     settings: dict[str, tuple[object, bool]] = {
         "tensor_parallel_size": (config.tensor_parallel_size, config.tensor_parallel_size > 1),
         "enable_lora": (config.enable_lora, config.enable_lora),
-        "kv_peers": (list(config.kv_peers), bool(config.kv_peers or config.kv_export)),
+        "kv_peers": (list(config.kv_peers), bool(config.kv_peers)),
+        "kv_export": (config.kv_export, config.kv_export),
         "speculative_config": (config.speculative_config, drafts is not None and drafts.method != "auto"),
     }
     for name, (value, is_asked) in settings.items():

@@ -240,7 +240,7 @@ def _refuse_beyond_memory(config: RunnerConfig, choices: _Choices) -> None:
     matrix_bytes = widest * model.hidden_size * choices.dtype.itemsize if config.load_format == "dummy" else 0
     needed = {
         "max_model_len": choices.max_model_len * max(mixer.head_dim for mixer in model.attention) * TURN_BYTES,
-        "model": matrix_bytes,
+        "model": matrix_bytes + max((2 * mixer.channels * mixer.conv_width * 4 for mixer in model.deltas), default=0),
     }
     for param, num_bytes in needed.items():
         if num_bytes > room:
@@ -257,16 +257,15 @@ def _allocate(config: RunnerConfig, choices: _Choices, decoder: Decoder, ranks: 
     num_slots = choices.num_host_slots
     if num_slots:
         step_bytes += staging_bytes(_bytes_per_block(config, choices.model, choices.kv_cache_dtype))
-    num_blocks, reason = _choose_num_blocks(config, choices, step_bytes)
+    floats, num_states = state_floats(choices.model.layers), _num_state_slots(config, choices)
+    num_blocks, reason = _choose_num_blocks(config, choices, step_bytes, num_states)
     if ranks is not None:
         num_blocks, num_slots = min(ranks.each(num_blocks)), min(ranks.each(num_slots))
-    floats = state_floats(choices.model.layers)
     sizes = (num_blocks, config.block_size, choices.kv_cache_dtype, choices.ops.device, num_slots)
-    states = (floats, _num_state_slots(config, choices))
     with torch.inference_mode():
-        store = KvStore(decoder.kv_groups, *sizes, *states)
+        store = KvStore(decoder.kv_groups, *sizes, floats, num_states)
     if floats:
-        reason += f"; beside them {store.num_state_slots} states of {_state_bytes(choices.model)} bytes"
+        reason += f"; beside them {num_states} states of {_state_bytes(choices.model)} bytes"
     return store, reason
 
 
@@ -305,8 +304,10 @@ def adapter_bytes(config: RunnerConfig, kernels: str) -> int:
     return inner_bytes(config.max_num_batched_tokens, config.max_lora_rank)
 
 
-def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int = 0) -> tuple[int, str]:
-    """step_bytes: what the largest step takes of a card's memory."""
+def _choose_num_blocks(
+    config: RunnerConfig, choices: _Choices, step_bytes: int = 0, num_states: int | None = None
+) -> tuple[int, str]:
+    """step_bytes: what the largest step takes of a card's memory. num_states: beside the blocks, if known."""
     block_bytes = _bytes_per_block(config, choices.model, choices.kv_cache_dtype)
     block_bytes += draft_bytes_per_block(config, choices.model, choices.kv_cache_dtype)
     device = choices.ops.device
@@ -315,7 +316,7 @@ def _choose_num_blocks(config: RunnerConfig, choices: _Choices, step_bytes: int 
         told = f"{room / 2**30:.1f} GiB of the card: gpu_memory_utilization={config.gpu_memory_utilization:g}"
         return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, (room, told))
     step_bytes, state_bytes = adapter_bytes(config, choices.ops.name), _state_bytes(choices.model)
-    states_bytes = state_bytes * _num_state_slots(config, choices)
+    states_bytes = state_bytes * (_num_state_slots(config, choices) if num_states is None else num_states)
     return machine.choose_num_blocks(config, choices.max_model_len, block_bytes, None, step_bytes, states_bytes)
 
 

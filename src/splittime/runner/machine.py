@@ -261,14 +261,14 @@ def _kept_bytes(config: RunnerConfig, free_bytes: int) -> int:
     return kept_bytes
 
 
-STATES_SHARE = 4  # one in so many bytes of the cache's may go to checkpoints of states
+STATES_SHARE = 4  # one in so many bytes of the cache's may go to states; more only if the requests' own need it
 CHECKPOINTS = 16  # for each request that runs, if there is room
 
 
-def choose_num_state_slots(config: RunnerConfig, state_bytes: int, step_bytes: int = 0) -> int:
+def choose_num_state_slots(config: RunnerConfig, state_bytes: int) -> int:
     """Returns how many states are kept, of a model whose layers keep some: one for each request that runs, and
     checkpoints within a share of the cache's memory. Raises `ConfigError` where the first leave no room for blocks."""
-    budget = config.kv_cache_memory_bytes or _free_budget(config, step_bytes)
+    budget = config.kv_cache_memory_bytes or _free_budget(config, 0)
     least = config.max_num_seqs + SPARE_STATES
     if 2 * least * state_bytes > budget:
         message = f"states of max_num_seqs={config.max_num_seqs} requests and {SPARE_STATES} checkpoints, {state_bytes}"
@@ -276,8 +276,8 @@ def choose_num_state_slots(config: RunnerConfig, state_bytes: int, step_bytes: i
             f"{message} bytes each, take more than half of the cache's {budget} bytes",
             param="max_num_seqs",
             value=config.max_num_seqs,
-            limit=max(0, budget // (2 * state_bytes) - SPARE_STATES),
-            hint="lower max_num_seqs, or raise kv_cache_memory_bytes",
+            limit=(most := max(1, budget // (2 * state_bytes) - SPARE_STATES)),
+            hint=f"--max-num-seqs {most}, or a larger --kv-cache-memory-bytes",
         )
     return max(least, min(least + CHECKPOINTS * config.max_num_seqs, budget // STATES_SHARE // state_bytes))
 

@@ -188,10 +188,12 @@ def sent_as(group_id: str) -> str:
 def _rows(accounts: Sequence[ClosedAccount], steps: Iterable[StepRecord], facts: ServerFacts | None) -> list[Row]:
     """Returns their lines. Of their times by stage and cause, what kept the engine's thread from running in these steps
     is told by itself, as `splittime explain` tells it."""
+    if not accounts:
+        return []
     from splittime.diagnose.attribution import stages_and_stops
     from splittime.diagnose.books import make_books
 
-    begin_ns = min((account.start_ns for account in accounts), default=0)
+    begin_ns = min(account.start_ns for account in accounts)
     books = make_books(facts, (), [step for step in steps if step.end_ns > begin_ns], "the live ledger")
     told = zip(accounts, stages_and_stops(books, accounts), strict=True)
     return [_account_row(account, [(stage_key(*key), ns) for key, ns in totals.items()]) for account, totals in told]

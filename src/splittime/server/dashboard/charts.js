@@ -66,7 +66,8 @@ export class Charts {
   #latencies(store, from, to) {
     const rows = store.recent(to - from + 1);
     const gaps = [[-Infinity, store.rowsFrom]];
-    const nothing = store.open.length ? `none ended in this time, ${count(store.open.length)} open` : undefined;
+    const open = store.answer?.server.open_requests ?? store.open.length;
+    const nothing = open ? `none ended in this time, ${count(open)} open` : undefined;
     for (const [chart, field] of [[this.ttft, "first_ready_ns"], [this.tpot, "per_token_ns"], [this.e2e, "e2e_ns"]]) {
       const told = rows.filter((row) => row[field] !== null && row[field] !== undefined);
       const bySecond = new Map();

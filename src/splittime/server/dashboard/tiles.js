@@ -7,6 +7,7 @@ import { percentile } from "./store.js";
 import { rank, shortLabel } from "./words.js";
 
 const RECENT_S = 60;
+const MOST_OPEN = 256; // that the page is told of
 
 export class Tiles {
   constructor(host) {
@@ -89,7 +90,8 @@ function highest(values, told) {
 function stillWaiting({ open }, endedNs) {
   const waiting = open.filter((row) => !row.output_tokens);
   const longestNs = Math.max(0, ...waiting.map((row) => row.e2e_ns));
-  return longestNs > endedNs ? [`${count(waiting.length)} still without, for up to ${duration(longestNs)}`] : [];
+  const most = open.length < MOST_OPEN ? count(waiting.length) : `${count(waiting.length)} or more`;
+  return longestNs > endedNs ? [`${most} still without, for up to ${duration(longestNs)}`] : [];
 }
 
 /** Who predicts the wait, and how far off that model has been. */
