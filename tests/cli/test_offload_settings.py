@@ -33,6 +33,7 @@ def test_without_the_prefix_cache_there_is_nothing_to_keep() -> None:
 
 
 def test_the_scheduler_hands_out_the_slots_that_the_runner_has() -> None:
-    resolved = SimpleNamespace(num_blocks=256, num_host_slots=77, block_size=16, max_model_len=2048)
+    sizes = {"num_blocks": 256, "num_host_slots": 77, "num_state_slots": 9}
+    resolved = SimpleNamespace(**sizes, block_size=16, max_model_len=2048)
     fitted = _fit(sent(max_prefill_tokens=64).scheduler, SimpleNamespace(resolved=resolved))  # type: ignore[arg-type]
-    assert (fitted.num_blocks, fitted.num_host_slots) == (256, 77)
+    assert {name: getattr(fitted, name) for name in sizes} == sizes
