@@ -12,7 +12,7 @@ from test_imports import SOURCE
 from benchmarks.house.tree import cycles, imports_of, read_tree, targets
 
 MOST_FILES = 530
-MOST_LINES = 115_935
+MOST_LINES = 115_931
 MOST_WITH_ONE_IMPORTER = 86
 MOST_IN_CYCLES = [4]  # modules of each group, as a reader meets them: what only a type checker imports counts
 MOST_LINES_OF_A_FILE = 600  # what is read in one sitting

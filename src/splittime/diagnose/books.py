@@ -38,7 +38,7 @@ LIVE_ACCOUNTS, LIVE_STEPS = 1_000, 10_000  # of a live server, whoever asks: its
 
 
 class StillOpen(msgspec.Struct, frozen=True):
-    """What a live server's `/stats` says of the requests that have not ended, of which there is no account yet.
+    """Requests that have not ended, as a live server's `/stats` tells them, of which there is no account yet.
     waiting_for: of those in its engine that do not run, how many by cause. predicted_wait_ms: of a newcomer."""
 
     open_requests: int

@@ -90,7 +90,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """Which states the rows of a step go on from, and where they leave them, of models whose layers have some.
+    """States that the rows of a step go on from, and where they leave them, of models whose layers have some.
 
     reads: R ints, the slot whose state a row goes on from; -1: of zeros, where a sequence begins. writes: R ints, the
         slot that has the state behind the row's last token; often the one that was read. No slot is written by two
@@ -160,7 +160,7 @@ class KvPools(Protocol):
 
 
 LayerStore = LayerKv | Tensor
-"""What a layer keeps of all sequences: keys and values, or of a gated delta net its states."""
+"""A layer's store for all sequences: keys and values, or of a gated delta net its states."""
 
 
 class AttentionPlan:
@@ -169,7 +169,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class StatePlan(AttentionPlan):
-    """What all layers that keep states share: a `StateBatch` as int64 tensors on the backend's device.
+    """The step of all layers that keep states: a `StateBatch` as int64 tensors on the backend's device.
 
     begins: [R + 1], of each row's query tokens. reads, writes: [R]. keeps: [K, 3].
     """

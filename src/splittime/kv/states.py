@@ -58,10 +58,6 @@ class StateSlots:
         self._pool = BlockPool(num_slots, self._index.forget)
 
     @property
-    def num_slots(self) -> int:
-        return self._pool.num_blocks
-
-    @property
     def num_free(self) -> int:
         """Returns how many slots nobody holds."""
         return self._pool.num_free

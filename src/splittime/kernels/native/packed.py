@@ -139,7 +139,7 @@ class NativePlan(AttentionPlan):
 
 
 class NativeDelta:
-    """What the library reads of a gated delta net: the convolution's weights turned, the others in place."""
+    """A gated delta net as the library reads it: the convolution's weights turned, the others in place."""
 
     def __init__(self, weights: DeltaWeights) -> None:
         spec = weights.spec
